@@ -1,0 +1,163 @@
+"""Decodes one prompt through the pipeline, streams the text and closes with a table.
+
+python -m infer.decode --prompt "Why is the sky blue?"
+python -m infer.decode --cpu-devices 6 --compare      # six virtual CPU devices: sharded mode
+python -m infer.decode --target tiny                  # random weights, no download
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import IO, Any, Literal
+
+from infer.startup import (
+    EXIT_INTERRUPTED,
+    load_draft_or_random,
+    parse_flags,
+    parse_stage_layers,
+    run,
+    say,
+    start_devices,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeFlags:
+    """Decode one prompt with Speculative Pipeline Decoding; the text is exactly the target's."""
+
+    prompt: str = "Explain in simple words how a pipeline of workers can build cars faster."
+    """One user turn; the target's chat template is put around it."""
+    target: str = "smollm2-135m"
+    """smollm2-135m, tiny (random weights, no download), an HF directory, a .gguf file or a hub
+    id."""
+    draft: str | None = None
+    """The draft head: a directory, head.pt or head.safetensors. None: the one shipped for the
+    target."""
+    max_new_tokens: int = 128
+    """Stop after this many tokens at the latest."""
+    n_stages: int | None = None
+    """Pipeline stages. None: as many as the draft head was trained for."""
+    stage_layers: str | None = None
+    """Layers of each stage, like 6,6,6,6,6. None: as even as possible."""
+    mesh: Literal["auto", "virtual"] = "auto"
+    """auto: one device per stage where there are enough; virtual: all stages on one device."""
+    placement: str = "auto"
+    """Where the draft module runs: auto, or dedicated (a device of its own, stages + 1 in all)."""
+    cpu_devices: int | None = None
+    """Split the CPU into this many virtual devices, to try the sharded mode on any machine."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype that the target and the draft run in."""
+    seed: int = 0
+    """Seed of everything random (greedy decoding draws nothing; a random head does)."""
+    compare: bool = False
+    """Decode autoregressively too and say whether the tokens are identical (exit code 1 if not)."""
+    json: bool = False
+    """Make the last line of stdout one JSON object; everything else goes to stderr."""
+
+
+class TextSink:
+    """Writes committed tokens as text, whole characters only; without a tokenizer, as ids."""
+
+    def __init__(self, tokenizer: Any, file: IO[str]):
+        self._stream = tokenizer.stream() if tokenizer is not None else None
+        self._tokenizer = tokenizer
+        self._file = file
+        self.tokens: list[int] = []  # all committed so far
+
+    def push(self, ids: Sequence[int]) -> None:
+        """Writes newly committed ids."""
+        ids = [int(i) for i in ids]
+        self.tokens += ids
+        self._write(self._stream.push(ids) if self._stream else "".join(f"{i} " for i in ids))
+
+    def close(self) -> None:
+        """Writes what is left of a broken character and ends the line."""
+        self._write((self._stream.flush() if self._stream else "") + "\n")
+
+    def text(self) -> str | None:
+        """The text so far; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.decode(self.tokens)
+
+    def _write(self, text: str) -> None:
+        self._file.write(text)
+        self._file.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    flags = parse_flags(DecodeFlags, "python -m infer.decode", argv)
+    stage_layers = parse_stage_layers(flags.stage_layers)
+    start_devices(flags.cpu_devices)
+
+    import spd_jax
+    from infer import report
+    from infer.agreement import compare_tokens
+    from infer.prompts import prompt_ids
+
+    say(f"loading {flags.target} ...")
+    target = spd_jax.load_target(flags.target, dtype=flags.dtype)
+    draft, draft_name = load_draft_or_random(
+        flags.draft, flags.target, target, flags.n_stages, flags.seed
+    )
+    (prompt,) = prompt_ids(target, flags.target, [flags.prompt])
+    n_stages = flags.n_stages or (len(stage_layers) if stage_layers else draft.config.n_stages)
+    pipeline = spd_jax.PipelineConfig(target.config.n_layers, n_stages, stage_layers)
+    say(
+        f"target {flags.target}, draft {draft_name}, {n_stages} stages of "
+        f"{','.join(map(str, pipeline.stage_layers))} layers, mesh {flags.mesh}, "
+        f"placement {flags.placement}"
+    )
+    say("compiling the prefill and the decode cycle ...")
+
+    sink = TextSink(target.tokenizer, sys.stderr if flags.json else sys.stdout)
+    try:
+        result = spd_jax.decode(
+            target,
+            draft,
+            prompt,
+            max_new_tokens=flags.max_new_tokens,
+            seed=flags.seed,
+            n_stages=n_stages,
+            stage_layers=stage_layers,
+            mesh=None if flags.mesh == "auto" else flags.mesh,
+            placement=flags.placement,
+            on_tokens=sink.push,
+        )
+    except KeyboardInterrupt:
+        return _end_interrupted(sink, flags.json)
+    sink.close()
+
+    figures = {"pipeline": report.decode_figures(result)}
+    agreement = None
+    if flags.compare:
+        say("compiling and running the autoregressive loop ...")
+        reference = spd_jax.generate(
+            target, prompt, max_new_tokens=flags.max_new_tokens, seed=flags.seed
+        )
+        figures["autoregressive"] = report.decode_figures(reference)
+        agreement = compare_tokens(target, prompt, result.tokens, reference.tokens)
+    report.print_figures(figures, sys.stderr if flags.json else sys.stdout)
+    if agreement is not None:
+        line = f"compare: {agreement.describe()}"
+        print(line, file=sys.stderr if flags.json else sys.stdout)
+    if flags.json:
+        print(report.decode_json(result, agreement.identical if agreement else None))
+    return 0 if agreement is None or agreement.identical else 1
+
+
+def _end_interrupted(sink: TextSink, as_json: bool) -> int:
+    """Ends after Ctrl-C with what was committed, all of it verified."""
+    sink.close()
+    say(f"stopped by Ctrl-C after {len(sink.tokens)} committed tokens")
+    if as_json:
+        absent = dict.fromkeys(("cycles", "rejects", "alpha", "tau", "mode"))
+        record = {"text": sink.text(), "tokens": sink.tokens, **absent}
+        print(json.dumps({**record, "finish_reason": "interrupted"}, ensure_ascii=False))
+    return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    run(main)

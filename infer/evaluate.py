@@ -1,0 +1,255 @@
+"""Measures a draft head on files of prompts: acceptance, losslessness, and the lookup baseline.
+
+    python -m infer.evaluate --prompts infer/prompts.jsonl --max-new-tokens 128 --json out.json
+
+Each line of a file is {"turns": [...]}; the first turn is the prompt. Definitions: `--help`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from infer.startup import (
+    load_draft_or_random,
+    parse_flags,
+    parse_stage_layers,
+    run,
+    say,
+    start_devices,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateFlags:
+    """Measure a draft head on files of prompts.
+
+    alpha: accepted / verified drafts of greedy decoding; every new token but the first is one
+    verified draft. Lookup: what a 2-gram lookup in prompt and text would have got right at the
+    same positions. tau: stages x tokens / cycles. Sampled rows: text drawn from the target at
+    --sampled-temperature; the share of its tokens (but the first) that the draft's best guess
+    names, fed the true text, averaged over fills 1..N; lookup is scored on the same tokens.
+    bfloat16 match: tokens before the first difference between greedy decoding in bfloat16 and in
+    float32, over all float32 tokens.
+    """
+
+    prompts: tuple[str, ...]
+    """JSONL files with `turns`."""
+    target: str = "smollm2-135m"
+    """As in infer.decode."""
+    draft: str | None = None
+    """As in infer.decode."""
+    max_new_tokens: int = 128
+    """New tokens per prompt at most."""
+    n_stages: int | None = None
+    """Pipeline stages. None: as many as the draft head was trained for."""
+    stage_layers: str | None = None
+    """Layers of each stage, like 6,6,6,6,6. None: as even as possible."""
+    mesh: Literal["auto", "virtual"] = "auto"
+    """auto: one device per stage where there are enough; virtual: all stages on one device."""
+    placement: str = "auto"
+    """As in infer.decode."""
+    cpu_devices: int | None = None
+    """Split the CPU into this many virtual devices."""
+    limit: int | None = None
+    """Read only the first so many prompts of each file."""
+    batch_size: int = 8
+    """Prompts decoded together."""
+    seed: int = 0
+    """Seed of the sampled rows."""
+    sampled_temperature: float = 0.7
+    """Temperature of the sampled rows; 0 leaves them out."""
+    skip_generate: bool = False
+    """Do not compare with autoregressive decoding (leaves out bfloat16 too)."""
+    skip_bf16: bool = False
+    """Do not measure the float32-to-bfloat16 token match."""
+    json: str | None = None
+    """Write the figures to this file, per set, pooled and per prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is measured, and the settings of its decodes."""
+
+    target: Any
+    draft: Any
+    bf16_target: Any  # None: not measured
+    n_stages: int
+    decode_settings: dict[str, Any]  # keywords of spd_jax.decode
+    max_new_tokens: int
+    compare: bool
+    sampled_temperature: float
+
+
+def evaluate_batch(
+    subject: Subject, rows: Sequence[Any], prompts: list[list[int]], seeds: list[int]
+) -> Iterator[Any]:
+    """Decodes one batch in every way asked for; yields the counts of each prompt, in order."""
+    import spd_jax
+    from infer.agreement import compare_tokens, first_difference
+    from infer.figures import Sample
+    from infer.lookup import lookup_hits
+    from infer.teacher_forcing import draft_agreement
+
+    limit = {"max_new_tokens": subject.max_new_tokens}
+    decoded = spd_jax.decode(
+        subject.target, subject.draft, prompts, **limit, **subject.decode_settings
+    )
+    greedy = bf16 = sampled = [None] * len(rows)
+    if subject.compare:
+        greedy = spd_jax.generate(subject.target, prompts, **limit)
+    if subject.bf16_target is not None:
+        bf16 = spd_jax.generate(subject.bf16_target, prompts, **limit)
+    if subject.sampled_temperature:
+        sampling = spd_jax.SamplingConfig(temperature=subject.sampled_temperature)
+        sampled = spd_jax.generate(subject.target, prompts, sampling=sampling, seed=seeds, **limit)
+
+    for row, prompt, result, ar, low, drawn in zip(
+        rows, prompts, decoded, greedy, bf16, sampled, strict=True
+    ):
+        sample = Sample(
+            path=row.path,
+            line=row.line,
+            tokens=len(result.tokens),
+            cycles=int(result.cycles),
+            verified=len(result.tokens) - 1,
+            accepted=sum(map(bool, result.accepted[1:])),
+            lookup_hits=sum(lookup_hits(prompt, result.tokens)),
+            tau=result.stats.tau,
+        )
+        if ar is not None:
+            agreement = compare_tokens(subject.target, prompt, result.tokens, ar.tokens)
+            sample.identical, sample.gap = agreement.identical, agreement.gap
+            sample.is_rounding = agreement.is_rounding
+        if ar is not None and low is not None:
+            first = first_difference(ar.tokens, low.tokens)
+            sample.bf16_total = len(ar.tokens)
+            sample.bf16_matched = len(ar.tokens) if first is None else first
+        if drawn is not None:
+            sample.sampled_positions = len(drawn.tokens) - 1
+            sample.sampled_lookup_hits = sum(lookup_hits(prompt, drawn.tokens))
+            sample.sampled_agreed = draft_agreement(
+                subject.target, subject.draft, prompt, drawn.tokens, subject.n_stages
+            )
+        yield sample
+
+
+def load_subject(flags: EvaluateFlags) -> Subject:
+    """Loads the models; says what is measured.
+
+    Raises:
+      ConfigError: a file or a setting is wrong.
+    """
+    import spd_jax
+
+    stage_layers = parse_stage_layers(flags.stage_layers)
+    say(f"loading {flags.target} ...")
+    target = spd_jax.load_target(flags.target)
+    draft, draft_name = load_draft_or_random(
+        flags.draft, flags.target, target, flags.n_stages, flags.seed
+    )
+    n_stages = flags.n_stages or (len(stage_layers) if stage_layers else draft.config.n_stages)
+    pipeline = spd_jax.PipelineConfig(target.config.n_layers, n_stages, stage_layers)
+    layers = ",".join(map(str, pipeline.stage_layers))
+    say(f"target {flags.target}, draft {draft_name}, {n_stages} stages of {layers} layers")
+    with_bf16 = not (flags.skip_bf16 or flags.skip_generate)
+    return Subject(
+        target=target,
+        draft=draft,
+        bf16_target=spd_jax.load_target(flags.target, dtype="bfloat16") if with_bf16 else None,
+        n_stages=n_stages,
+        decode_settings={
+            "n_stages": n_stages,
+            "stage_layers": stage_layers,
+            "mesh": None if flags.mesh == "auto" else flags.mesh,
+            "placement": flags.placement,
+        },
+        max_new_tokens=flags.max_new_tokens,
+        compare=not flags.skip_generate,
+        sampled_temperature=flags.sampled_temperature,
+    )
+
+
+def write_json(path: str, record: dict[str, Any]) -> None:
+    """Writes a JSON file whole or not at all.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    from spd_jax.config import ConfigError
+
+    part = Path(f"{path}.part")
+    try:
+        part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}; change --json") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code: 1 where a difference is not a rounding one."""
+    flags = parse_flags(EvaluateFlags, "python -m infer.evaluate", argv)
+    start_devices(flags.cpu_devices)
+
+    from rich.console import Console
+    from rich.progress import track
+
+    from infer.figures import set_figures, table_rows
+    from infer.prompts import prompt_ids, read_prompts
+    from infer.report import print_figures
+    from spd_jax.config import ConfigError
+
+    for name in ("max_new_tokens", "batch_size", "limit"):
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if flags.sampled_temperature < 0:
+        raise ConfigError(
+            f"--sampled-temperature must not be negative, got {flags.sampled_temperature}"
+        )
+    paths = list(dict.fromkeys(flags.prompts))
+    if not paths:
+        raise ConfigError("--prompts needs at least one JSONL file, got none")
+    rows = [row for path in paths for row in read_prompts(path, flags.limit)]
+    subject = load_subject(flags)
+    prompts = prompt_ids(subject.target, flags.target, [row.text for row in rows])
+
+    samples = []
+    starts = range(0, len(rows), flags.batch_size)
+    for start in track(starts, "evaluating", console=Console(stderr=True)):
+        batch = slice(start, start + flags.batch_size)
+        seeds = [flags.seed + i for i in range(start, start + len(rows[batch]))]
+        samples += evaluate_batch(subject, rows[batch], prompts[batch], seeds)
+
+    sets = {
+        path: set_figures([s for s in samples if s.path == path], subject.n_stages)
+        for path in paths
+    }
+    pooled = set_figures(samples, subject.n_stages)
+    columns = {_column_name(path): table_rows(figures) for path, figures in sets.items()}
+    print_figures({**columns, "pooled": table_rows(pooled)}, sys.stdout)
+    if flags.json:
+        record = {
+            "settings": dataclasses.asdict(flags),
+            "sets": sets,
+            "pooled": pooled,
+            "samples": [dataclasses.asdict(sample) for sample in samples],
+        }
+        write_json(flags.json, record)
+        say(f"wrote {flags.json}")
+    return 1 if pooled["other_differences"] else 0
+
+
+def _column_name(path: str) -> str:
+    """The file's name with its folder, which tells sets of the same file name apart."""
+    return "/".join(Path(path).parts[-2:])
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,71 @@
+"""Prompts as the mains read them: text of one user turn -> token ids, JSONL files -> rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from spd_jax.config import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptRow:
+    """One prompt of a file."""
+
+    path: str
+    line: int  # 1-based
+    text: str  # the first turn
+
+
+def read_prompts(path: str, limit: int | None = None) -> list[PromptRow]:
+    """Reads a JSONL file whose objects have `turns`, a list of strings; the first is the prompt.
+
+    Raises:
+      ConfigError: the file cannot be read, or a line is not such an object; names the line.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the prompts {path}: {reason}") from None
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if limit is not None and len(rows) == limit:
+            break
+        if line.strip():
+            rows.append(PromptRow(path, number, _first_turn(line, f"{path}:{number}")))
+    if not rows:
+        raise ConfigError(f'{path}: expected one {{"turns": [...]}} object per line, got none')
+    return rows
+
+
+def _first_turn(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    turns = record.get("turns") if isinstance(record, dict) else None
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+        raise ConfigError(
+            f'{where}: expected an object with "turns", a list whose first entry is the prompt '
+            f"as a non-empty string; got {line.strip()[:60]!r}"
+        )
+    return turns[0]
+
+
+def prompt_ids(target: Any, source: str, texts: list[str]) -> list[list[int]]:
+    """Returns the ids of each prompt, a single user turn in the target's chat template.
+
+    Raises:
+      ConfigError: a prompt is empty, or the target (loaded from `source`) has no tokenizer.
+    """
+    if not all(texts):
+        raise ConfigError("the prompt is empty; give at least one character")
+    if target.tokenizer is None:
+        raise ConfigError(
+            f"the target {source!r} has no tokenizer, so text cannot be its prompt; add "
+            "tokenizer.json to its directory or call spd_jax.decode with token ids"
+        )
+    return [target.tokenizer.encode_chat(text) for text in texts]

@@ -1,0 +1,133 @@
+"""What the mains do before and around their work: flags, devices, errors, models.
+
+Nothing here imports jax at the top, so that `--help` is instant and `--cpu-devices` comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+Flags = TypeVar("Flags")
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+_BOX = "╭╮╰╯│─ "
+
+
+def say(line: str) -> None:
+    """Writes one line to stderr, where it cannot mix with the decoded text."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse_flags(cls: type[Flags], prog: str, argv: Sequence[str] | None = None) -> Flags:
+    """Builds the dataclass `cls` from the command line; an error is one line and exit code 2."""
+    caught = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(caught):
+            flags = tyro.cli(cls, prog=prog, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as stop:
+        if stop.code not in (0, None):
+            say(f"error: {_unboxed(caught.getvalue())}")
+        raise
+    return flags
+
+
+def _unboxed(text: str) -> str:
+    """Folds tyro's framed message into one line; the parts between its rules get a semicolon."""
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.startswith(("╭", "╰")):
+            continue
+        words = line.strip(_BOX)
+        if words:
+            parts[-1].append(words)
+        elif "─" in line:
+            parts.append([])
+    return "; ".join(" ".join(part) for part in parts if part)
+
+
+def run(main: Callable[[], int]) -> None:
+    """Runs a main and exits with its code; a ConfigError is one line on stderr and code 2."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        say("stopped")
+        code = EXIT_INTERRUPTED
+    except ValueError as error:
+        from spd_jax.config import ConfigError  # here, so that --help does not wait for jax
+
+        if not isinstance(error, ConfigError):
+            raise
+        say(f"error: {' '.join(str(error).split())}")
+        code = EXIT_USER_ERROR
+    sys.exit(code)
+
+
+def start_devices(cpu_devices: int | None) -> None:
+    """Makes jax start with `cpu_devices` virtual CPU devices; None leaves jax to itself.
+
+    Raises:
+      ConfigError: the count is below 1, or jax has already started.
+    """
+    if cpu_devices is None:
+        return
+    from spd_jax.config import ConfigError
+
+    if cpu_devices < 1:
+        raise ConfigError(f"--cpu-devices must be at least 1, got {cpu_devices}")
+    import jax
+
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError:
+        raise ConfigError(
+            "--cpu-devices must be set before jax starts; run the command in a process of its own"
+        ) from None
+
+
+def parse_stage_layers(text: str | None) -> tuple[int, ...] | None:
+    """Reads `--stage-layers 6,6,6,6,6`.
+
+    Raises:
+      ConfigError: the text is not a comma list of integers.
+    """
+    if text is None:
+        return None
+    from spd_jax.config import ConfigError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"--stage-layers must be layer counts separated by commas, like 6,6,6,6,6; got {text!r}"
+        ) from None
+
+
+def load_draft_or_random(
+    source: str | None, target_source: str, target: Any, n_stages: int | None, seed: int
+) -> tuple[Any, str]:
+    """Returns the draft module and its name for people.
+
+    The `tiny` target has no trained head; it gets a random one, and a line says so.
+    """
+    import jax
+
+    import spd_jax
+    from spd_jax.config import PipelineConfig
+
+    if source is not None or target_source != "tiny":
+        return spd_jax.load_draft(source, target), source or "shipped head"
+    n_layers = target.config.n_layers
+    pipeline = PipelineConfig(n_layers, n_stages or min(5, n_layers))
+    config = spd_jax.DraftConfig(
+        anchors=pipeline.default_anchors(), n_stages=pipeline.n_stages, n_layers=1
+    )
+    say("note: no head is shipped for the tiny target; using one with random weights")
+    return spd_jax.init_draft(target, config, jax.random.key(seed)), "random head"

@@ -1,0 +1,201 @@
+"""The frozen, validated settings of targets, draft modules, pipelines and sampling.
+
+Every other module receives these as static values; they are hashable and hold no arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting, file or input the person at the keyboard can correct; its text is one line."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def from_fields(cls: type, fields: dict[str, Any], source: str) -> Any:
+    """Builds the dataclass `cls` from a mapping; an unknown name is an error that suggests one.
+
+    Raises:
+      ConfigError: a field is unknown, missing or invalid; `source` names where it was read.
+    """
+    known = {field.name: field for field in dataclasses.fields(cls)}
+    for name in fields:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown field {name!r} of {cls.__name__}; {hint}")
+    missing = [
+        name
+        for name, field in known.items()
+        if name not in fields
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+    _require(not missing, f"{source}: {cls.__name__} lacks {', '.join(missing)}; add it")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """RoPE frequency scaling of Llama 3 (`rope_type: llama3` in an HF config)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig:
+    """Geometry of a target model of the llama family."""
+
+    vocab_size: int  # V
+    d_model: int  # D
+    n_layers: int  # L
+    n_heads: int  # H
+    n_kv_heads: int  # G
+    head_dim: int  # E
+    d_ff: int  # F
+    norm_eps: float
+    rope_theta: float
+    max_context: int  # positions the model was made for
+    rope_scaling: Llama3Scaling | None = None
+    tied_embeddings: bool = True
+    qk_norm: bool = False  # RMSNorm over E on queries and keys before RoPE
+    model_type: str = "llama"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            _require(
+                isinstance(value, int) and value >= 1,
+                f"{name} must be a positive integer, got {value!r}",
+            )
+        _require(
+            self.n_heads % self.n_kv_heads == 0,
+            f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})",
+        )
+        _require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig:
+    """A Pipeline Draft Module (PDM): what it reads, how deep it is, what it can propose."""
+
+    anchors: tuple[int, ...]  # hidden-state indices read, b_0 = 0, strictly increasing, <= L
+    n_stages: int  # N it was trained for; it decodes at any N
+    n_layers: int = 2  # L_s, dense full-attention layers
+    d_ff: int | None = None  # F of its layers; None: the target's
+    feature_norm: str = "rms"  # "rms": each anchor normalised per token; "none": reference heads
+    qk_norm: bool = False  # per-head q/k RMSNorm in its layers
+    head: str = "own"  # "own": trained [W, D]; "target": the target's frozen rows, not stored
+    draft_ids: tuple[int, ...] | None = None  # sorted full-vocabulary ids, W of them; None: all V
+    stage_layers: tuple[int, ...] | None = None  # split it was trained for; None: even
+    target_sha256: str | None = None  # of the weights it was trained on; None: not recorded
+
+    def __post_init__(self) -> None:
+        a = self.anchors
+        _require(
+            len(a) >= 1 and a[0] == 0 and all(x < y for x, y in zip(a, a[1:], strict=False)),
+            f"anchors must start at 0 and strictly increase, got {a}",
+        )
+        _require(self.n_stages >= 2, f"n_stages must be at least 2, got {self.n_stages}")
+        _require(self.n_layers >= 1, f"n_layers must be at least 1, got {self.n_layers}")
+        _require(
+            self.feature_norm in ("rms", "none"),
+            f"feature_norm must be 'rms' or 'none', got {self.feature_norm!r}",
+        )
+        _require(
+            self.head in ("own", "target"), f"head must be 'own' or 'target', got {self.head!r}"
+        )
+        ids = self.draft_ids
+        if ids is not None:
+            _require(len(ids) >= 1, "draft_ids must name at least one id")
+            _require(
+                ids[0] >= 0 and all(x < y for x, y in zip(ids, ids[1:], strict=False)),
+                "draft_ids must be sorted, unique and not negative",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How tokens are chosen; temperature 0 is greedy, top_k 0 and top_p 1 are off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    verifier: str = "rejection"
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
+        _require(self.top_k >= 0, f"top_k must not be negative (0 is off), got {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        _require(
+            self.verifier in ("rejection", "coupled"),
+            f"verifier must be 'rejection' or 'coupled', got {self.verifier!r}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """A target of L layers cut into N contiguous stages.
+
+    `stage_layers=None` is as even as possible, the first L mod N stages one layer more.
+    """
+
+    n_layers: int  # L
+    n_stages: int  # N
+    stage_layers: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        n, total = self.n_stages, self.n_layers
+        _require(
+            2 <= n <= total,
+            f"n_stages must be from 2 to the target's {total} layers, got {n}; change n_stages",
+        )
+        if self.stage_layers is None:
+            even, more = divmod(total, n)
+            object.__setattr__(self, "stage_layers", tuple(even + (s < more) for s in range(n)))
+        layers = self.stage_layers
+        _require(
+            len(layers) == n and min(layers) >= 1 and sum(layers) == total,
+            f"stage_layers must be {n} positive counts that sum to {total}, got {layers}",
+        )
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First layer of each stage, and L: N+1 cumulative counts (layers done at depth d)."""
+        return tuple(sum(self.stage_layers[:s]) for s in range(self.n_stages + 1))
+
+    @property
+    def max_layers(self) -> int:
+        """P, the layer slots of the largest stage."""
+        return max(self.stage_layers)
+
+    def row_types(self, anchors: tuple[int, ...]) -> tuple[int, ...]:
+        """f(d) for d = 0..N: the largest i whose anchor b_i is complete at depth d."""
+        return tuple(max(i for i, b in enumerate(anchors) if b <= done) for done in self.starts)
+
+    def min_depths(self, anchors: tuple[int, ...]) -> tuple[int, ...]:
+        """Smallest depth of each row type; N+1 for a type that no depth reaches."""
+        types = self.row_types(anchors)
+        n = self.n_stages
+        return tuple(types.index(i) if i in types else n + 1 for i in range(len(anchors)))
+
+    def default_anchors(self) -> tuple[int, ...]:
+        """One row type per depth: the stage boundaries 0, ..., L, legal for every N >= 2.
+
+        With M = N+1 types, training sees exactly the rows that decoding computes.
+        """
+        return self.starts

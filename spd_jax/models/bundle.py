@@ -1,0 +1,43 @@
+"""What the public functions pass around: a target or a draft as one pytree.
+
+Parameters are the leaves; configuration, tokenizer and identity are static.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from spd_jax.config import DraftConfig, TargetConfig
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params"],
+    meta_fields=["config", "tokenizer", "stop_ids", "sha256", "name"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A target model: parameters per layer, and what goes with them."""
+
+    params: Any  # tree of `models.target`; or None where only a sharded copy is held
+    config: TargetConfig
+    tokenizer: Any = None  # spd_jax.weights.tokenizer.ChatTokenizer, or None
+    stop_ids: tuple[int, ...] = ()  # ids that end a text, from every source that names them
+    sha256: str | None = None  # of the weight files
+    name: str = "target"  # what it was loaded from, for messages
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config", "name"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draft:
+    """A Pipeline Draft Module for one target."""
+
+    params: Any  # {"projs", "layers", "lm_head" where the head is its own}
+    config: DraftConfig
+    name: str = "draft"  # what it was loaded from, for messages

@@ -1,0 +1,162 @@
+"""The Pipeline Draft Module (PDM): aggregated rows, decoder layers, the target's norm, a head.
+
+Training replicates the sequence once per row type; a structural mask lets a query see each
+earlier token in exactly the row that decoding would show it (paper, appendix A.3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.models import target as model
+from spd_jax.models.aggregate import normalise, replicate_sequence
+from spd_jax.models.layers import DecoderLayer
+from spd_jax.ops.attention import causal_mask
+from spd_jax.ops.linear import linear
+
+
+def layer_config(target: TargetConfig, draft: DraftConfig) -> TargetConfig:
+    """Geometry of the PDM's layers: the target's own, with the draft's width and q/k norms."""
+    d_ff = draft.d_ff or target.d_ff
+    return dataclasses.replace(target, d_ff=d_ff, qk_norm=draft.qk_norm, n_layers=draft.n_layers)
+
+
+def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
+    """Raises ConfigError where a draft cannot belong to a target."""
+    if draft.anchors[-1] > target.n_layers:
+        raise ConfigError(
+            f"anchors must not exceed the target's {target.n_layers} layers, got "
+            f"{draft.anchors[-1]}; choose a head made for this target"
+        )
+    if draft.draft_ids is not None and draft.draft_ids[-1] >= target.vocab_size:
+        raise ConfigError(
+            f"draft ids must be below the target's vocab_size {target.vocab_size}, got "
+            f"{draft.draft_ids[-1]}; choose a head made for this target"
+        )
+
+
+def structural_mask(
+    pipeline: PipelineConfig,
+    anchors: tuple[int, ...],
+    n_tokens: int,
+    fill: jax.Array | int,
+    mode: str = "exact",
+) -> jax.Array:
+    """Returns bool [M*T, M*T], blocks deepest first: True where a query row sees a key row.
+
+    A query of type i, at its smallest depth d, sees token T <= t only in row type
+    f(min(N, d + t - T)). With `fill` < N tokens in flight, older tokens are complete: mode
+    "exact" redirects to the deepest type where d + t - T >= fill, as decoding does; mode
+    "reference" where t - T >= fill, as published.
+    """
+    if mode not in ("exact", "reference"):
+        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
+    n, n_types = pipeline.n_stages, len(anchors)
+    row_types = jnp.asarray(pipeline.row_types(anchors))
+    block_types = np.arange(n_types)[::-1]  # deepest first
+    depth = jnp.asarray(np.asarray(pipeline.min_depths(anchors))[block_types])
+    time = jnp.arange(n_tokens)
+    distance = (time[:, None] - time[None, :])[None]  # [1, T, T], t - T
+    age = depth[:, None, None] + distance  # [M, T, T], depth of the key token
+    needed = row_types[jnp.clip(age, 0, n)]
+    complete = (age if mode == "exact" else distance) >= fill
+    needed = jnp.where(complete & (jnp.asarray(fill) < n), n_types - 1, needed)
+    seen = (needed[:, :, None, :] == jnp.asarray(block_types)[None, None, :, None]) & (
+        distance >= 0
+    )[:, :, None, :]  # [M, T, M, T]
+    return seen.reshape(n_types * n_tokens, n_types * n_tokens)
+
+
+def forward(
+    target: TargetConfig,
+    draft: DraftConfig,
+    params: dict,
+    features: jax.Array,
+    valid_mask: jax.Array,
+    mask: jax.Array,
+) -> jax.Array:
+    """Returns the PDM's output [B, T, D] for the type-0 row of each token, before the norm.
+
+    Args:
+      features: anchors [B, T, M, D]; valid_mask: bool [B, T], False on padding.
+      mask: structural mask bool [M*T, M*T].
+    """
+    n_batch, n_tokens, n_types, _ = features.shape
+    rows = replicate_sequence(params["projs"], normalise(draft, features, target.norm_eps))
+    positions = jnp.tile(jnp.arange(n_tokens), (n_batch, n_types))
+    valid = jnp.tile(valid_mask, (1, n_types))
+    mask = mask[None] & valid[:, :, None] & valid[:, None, :]
+    config = layer_config(target, draft)
+    *first, last = params["layers"]
+    for layer in first:
+        rows, _ = model.run_layer(config, layer, rows, positions, mask)
+    newest = mask[:, -n_tokens:]  # only type-0 rows are scored: the last layer queries no others
+    out, _ = model.run_layer(config, last, rows, positions, newest, n_query=n_tokens)
+    return out
+
+
+def head_weight(draft: DraftConfig, params: dict, target_params: dict) -> jax.Array:
+    """The draft head [W, D]: trained, or the target's rows of the draft ids, frozen."""
+    if draft.head == "own":
+        return params["lm_head"]["weight"]
+    weight = jax.lax.stop_gradient(model.head_weight(target_params))
+    return weight if draft.draft_ids is None else weight[np.asarray(draft.draft_ids)]
+
+
+def logits(
+    target: TargetConfig, draft: DraftConfig, params: dict, target_params: dict, x: jax.Array
+) -> jax.Array:
+    """Returns float32 logits [..., W] over the draft ids of PDM outputs [..., D]."""
+    weight = head_weight(draft, params, target_params)
+    return linear(model.normed(target, target_params, x), weight).astype(jnp.float32)
+
+
+def init_params(
+    target: TargetConfig, draft: DraftConfig, target_params: dict, key: jax.Array
+) -> dict:
+    """Returns starting parameters for training.
+
+    A row begins as its token's deepest available anchor (identity plus normal 0.02 noise), the
+    layers as copies of the target's last ones where the shapes agree, the head as the target's
+    rows of the draft ids.
+    """
+    check_pair(target, draft)
+    dtype = target_params["embed"]["weight"].dtype
+    width = target.d_model
+    proj_key, *layer_keys = jax.random.split(key, draft.n_layers + 1)
+    projs = []
+    for i, proj_key in enumerate(jax.random.split(proj_key, len(draft.anchors))):
+        noise = 0.02 * jax.random.normal(proj_key, (width, (i + 1) * width), dtype)
+        projs.append({"weight": noise.at[:, i * width :].add(jnp.eye(width, dtype=dtype))})
+    config = layer_config(target, draft)
+    x, zero = jnp.zeros((1, 1, width), dtype), jnp.zeros((1, 1), jnp.int32)
+    layers = []
+    for layer_key, source in zip(
+        layer_keys, target_params["layers"][-draft.n_layers :], strict=True
+    ):
+        fresh = DecoderLayer(config).init(layer_key, x, zero, causal_mask(1))["params"]
+        layers.append(_copy_matching(fresh, source))
+    params = {"projs": projs, "layers": layers}
+    if draft.head == "own":
+        weight = model.head_weight(target_params)
+        ids = draft.draft_ids
+        params["lm_head"] = {"weight": weight[np.asarray(ids)] if ids is not None else weight}
+    return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
+
+
+def _copy_matching(fresh: dict, source: dict) -> dict:
+    """Replaces each leaf of `fresh` by the leaf of `source` at its path where shapes agree."""
+    copied = {}
+    for name, value in fresh.items():
+        other = source.get(name)
+        if isinstance(value, dict):
+            copied[name] = _copy_matching(value, other or {})
+        else:
+            agrees = other is not None and other.shape == value.shape
+            copied[name] = other if agrees else value
+    return copied

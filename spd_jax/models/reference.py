@@ -1,0 +1,153 @@
+"""Plain autoregressive decoding: the baseline, and the oracle of everything else.
+
+A chunked prefill, then one compiled loop that emits one token per sequence and step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spd_jax.config import SamplingConfig, TargetConfig
+from spd_jax.models import target as model
+from spd_jax.models.cache import init_cache, write_chunk, write_row
+from spd_jax.models.layers import Rows
+from spd_jax.ops.attention import causal_mask
+from spd_jax.ops.sampling import sample
+
+PREFILL_CHUNK = 128
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["caches", "tokens", "n_tokens", "last", "done", "step"],
+    meta_fields=[],
+)
+@dataclasses.dataclass
+class ARState:
+    """Everything the decoding loop carries."""
+
+    caches: list[Rows]  # one per layer, K [B, G, E, S] and V [B, G, S, E]
+    tokens: jax.Array  # int32 [B, max_new_tokens], ids committed so far; the rest is zero
+    n_tokens: jax.Array  # int32 [B], how many of them count
+    last: jax.Array  # int32 [B], newest committed id
+    done: jax.Array  # bool [B], stopped or at the limit
+    step: jax.Array  # int32 scalar, tokens emitted per running sequence
+
+
+def prefill_chunk_len(prompt_capacity: int) -> int:
+    """Rows per prefill chunk for prompts padded to `prompt_capacity`."""
+    return min(PREFILL_CHUNK, prompt_capacity)
+
+
+def prefill(
+    config: TargetConfig, params: dict, prompts: jax.Array, prompt_lens: jax.Array, capacity: int
+) -> tuple[list[Rows], jax.Array]:
+    """Fills the caches; returns them and the hidden state [B, D] of each last prompt position.
+
+    Args:
+      prompts: int [B, T] right-padded, T a multiple of the chunk; prompt_lens: int [B].
+      capacity: cache positions S, at least T.
+    """
+    n_batch, n_padded = prompts.shape
+    chunk = prefill_chunk_len(n_padded)
+    dtype = params["embed"]["weight"].dtype
+    caches = [init_cache(config, n_batch, capacity, dtype) for _ in params["layers"]]
+    last_idx = prompt_lens - 1
+
+    def run_chunk(c, carry):
+        caches, last = carry
+        start = c * chunk
+        ids = lax.dynamic_slice_in_dim(prompts, start, chunk, axis=1)
+        positions = jnp.broadcast_to(start + jnp.arange(chunk), (n_batch, chunk))
+        cache_len = jnp.full(n_batch, start)
+        x, mask = model.embed(params, ids), causal_mask(chunk)
+        outs, rows = model.run_layers(
+            config, params["layers"], x, positions, mask, caches, cache_len
+        )
+        caches = [write_chunk(*pair, start) for pair in zip(caches, rows, strict=True)]
+        offset = jnp.clip(last_idx - start, 0, chunk - 1)
+        row = jnp.take_along_axis(outs[-1], offset[:, None, None], axis=1)[:, 0]
+        return caches, jnp.where((last_idx // chunk == c)[:, None], row, last)
+
+    n_chunks = (jnp.max(prompt_lens) + chunk - 1) // chunk
+    return lax.fori_loop(
+        0, n_chunks, run_chunk, (caches, jnp.zeros((n_batch, config.d_model), dtype))
+    )
+
+
+def start_state(
+    config: TargetConfig,
+    params: dict,
+    prompts: jax.Array,
+    prompt_lens: jax.Array,
+    keys: jax.Array,
+    stop_ids: jax.Array,
+    *,
+    capacity: int,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+) -> ARState:
+    """Runs the prefill and commits the first token of each sequence."""
+    caches, last_hidden = prefill(config, params, prompts, prompt_lens, capacity)
+    first = sample(model.logits(config, params, last_hidden), keys, prompt_lens, sampling)
+    n_batch = prompts.shape[0]
+    tokens = jnp.zeros((n_batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
+    done = is_stop(first, stop_ids) | (max_new_tokens == 1)
+    ones = jnp.ones(n_batch, jnp.int32)
+    return ARState(caches, tokens, ones, first, done, jnp.int32(1))
+
+
+def is_stop(ids: jax.Array, stop_ids: jax.Array) -> jax.Array:
+    """Returns bool [B], True where an id is among stop_ids int [n] (-1 pads)."""
+    return jnp.any(ids[:, None] == stop_ids[None], axis=-1)
+
+
+def decode_steps(
+    config: TargetConfig,
+    params: dict,
+    state: ARState,
+    prompt_lens: jax.Array,
+    keys: jax.Array,
+    stop_ids: jax.Array,
+    n_steps: jax.Array,
+    *,
+    sampling: SamplingConfig,
+) -> ARState:
+    """Runs up to n_steps (traced) more steps, fewer when every sequence is done."""
+    n_batch, limit = state.tokens.shape
+    capacity = state.caches[0]["v"].shape[2]
+    until = state.step + n_steps
+
+    def running(state: ARState):
+        return (state.step < until) & ~jnp.all(state.done)
+
+    def one_step(state: ARState) -> ARState:
+        position = prompt_lens + state.n_tokens - 1  # of the newest committed token
+        x = model.embed(params, state.last)[:, None]
+        outs, rows = model.run_layers(
+            config, params["layers"], x, position[:, None], causal_mask(1), state.caches, position
+        )
+        slot = jnp.where(state.done, capacity - 1, position)
+        caches = [write_row(*pair, slot) for pair in zip(state.caches, rows, strict=True)]
+        scores = model.logits(config, params, outs[-1][:, 0])
+        new = jnp.where(state.done, state.last, sample(scores, keys, position + 1, sampling))
+        write_idx = jnp.where(state.done, limit, state.n_tokens)  # out of range: dropped
+        tokens = state.tokens.at[jnp.arange(n_batch), write_idx].set(new, mode="drop")
+        n_tokens = state.n_tokens + ~state.done
+        done = state.done | is_stop(new, stop_ids) | (n_tokens >= limit)
+        return ARState(caches, tokens, n_tokens, new, done, state.step + 1)
+
+    return lax.while_loop(running, one_step, state)
+
+
+start_ar = jax.jit(
+    start_state, static_argnames=("config", "capacity", "max_new_tokens", "sampling")
+)
+continue_ar = jax.jit(
+    decode_steps, static_argnames=("config", "sampling"), donate_argnames=("state",)
+)

@@ -1,0 +1,97 @@
+"""The target model as free functions over its parameter tree: embed, layers, final norm, head.
+
+Parameters (every matrix [out, in], one tree per layer, never stacked):
+{"embed": {"weight"}, "layers": [...], "final_norm": {"weight"}, "lm_head": {"weight"} if untied}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from spd_jax.config import TargetConfig
+from spd_jax.models.layers import DecoderLayer, Rows
+from spd_jax.ops.attention import causal_mask
+from spd_jax.ops.linear import linear
+from spd_jax.ops.norms import rms_norm
+
+
+def embed(params: dict, input_ids: jax.Array) -> jax.Array:
+    """Returns the embedding rows [..., D] of int ids [...]."""
+    return jnp.take(params["embed"]["weight"], input_ids, axis=0)
+
+
+def run_layer(
+    config: TargetConfig,
+    layer: dict,
+    x: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    cache: Rows | None = None,
+    cache_len: jax.Array | None = None,
+    n_query: int | None = None,
+) -> tuple[jax.Array, Rows]:
+    """Applies one decoder layer; arguments and results as in `layers.DecoderLayer`."""
+    module = DecoderLayer(config)
+    return module.apply({"params": layer}, x, positions, mask, cache, cache_len, n_query)
+
+
+def run_layers(
+    config: TargetConfig,
+    layers: Sequence[dict],
+    x: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    caches: Sequence[Rows] | None = None,
+    cache_len: jax.Array | None = None,
+) -> tuple[list[jax.Array], list[Rows]]:
+    """Applies consecutive layers; returns the output of each [B, T, D] and its new rows."""
+    outputs, rows = [], []
+    for idx, layer in enumerate(layers):
+        cache = None if caches is None else caches[idx]
+        x, new_rows = run_layer(config, layer, x, positions, mask, cache, cache_len)
+        outputs.append(x)
+        rows.append(new_rows)
+    return outputs, rows
+
+
+def hidden_states(config: TargetConfig, params: dict, input_ids: jax.Array) -> list[jax.Array]:
+    """Returns the L+1 hidden states [B, T, D] of int ids [B, T], the last before the final norm."""
+    n_batch, n_rows = input_ids.shape
+    x = embed(params, input_ids)
+    positions = jnp.broadcast_to(jnp.arange(n_rows), (n_batch, n_rows))
+    outputs, _ = run_layers(config, params["layers"], x, positions, causal_mask(n_rows))
+    return [x, *outputs]
+
+
+def normed(config: TargetConfig, params: dict, x: jax.Array) -> jax.Array:
+    """Applies the final norm to hidden states of index L."""
+    return rms_norm(x, params["final_norm"]["weight"], config.norm_eps)
+
+
+def head_weight(params: dict) -> jax.Array:
+    """The target's head [V, D]: its own, or the embedding where they are tied."""
+    return params.get("lm_head", params["embed"])["weight"]
+
+
+def logits(config: TargetConfig, params: dict, x: jax.Array) -> jax.Array:
+    """Returns float32 logits [..., V] of hidden states of index L."""
+    return linear(normed(config, params, x), head_weight(params)).astype(jnp.float32)
+
+
+def init_params(config: TargetConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict:
+    """Returns random parameters (normal 0.02; norms one) in the tree described above."""
+    x = jnp.zeros((1, 1, config.d_model), dtype)
+    module, zero = DecoderLayer(config), jnp.zeros((1, 1), jnp.int32)
+    embed_key, head_key, *layer_keys = jax.random.split(key, config.n_layers + 2)
+    shape = (config.vocab_size, config.d_model)
+    params = {
+        "embed": {"weight": 0.02 * jax.random.normal(embed_key, shape, dtype)},
+        "layers": [module.init(k, x, zero, causal_mask(1))["params"] for k in layer_keys],
+        "final_norm": {"weight": jnp.ones(config.d_model, dtype)},
+    }
+    if not config.tied_embeddings:
+        params["lm_head"] = {"weight": 0.02 * jax.random.normal(head_key, shape, dtype)}
+    return params

@@ -1,0 +1,82 @@
+"""Files <-> parameter trees: the only room that knows checkpoint key names.
+
+`load_target_files` reads a target from wherever it is, `load_draft_file` a draft module.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spd_jax.config import ConfigError, DraftConfig
+from spd_jax.weights.loaded import LoadedTarget
+
+__all__ = ["LoadedTarget", "load_draft_file", "load_target_files"]
+
+
+def load_target_files(source: str | Path, dtype: str = "float32") -> LoadedTarget:
+    """Reads a target.
+
+    Args:
+      source: "smollm2-135m" (fetched once), "tiny" (no download), an HF directory, a .gguf file
+        or a hub id "owner/name".
+      dtype: run dtype of the arrays, "float32" or "bfloat16".
+    Raises:
+      ConfigError: nothing usable there.
+    """
+    if source == "smollm2-135m":
+        from spd_jax.weights.fetch import fetch_smollm2
+        from spd_jax.weights.gguf import load_gguf
+
+        path = fetch_smollm2()
+        return load_gguf(path, dtype, tokenizer_cache=path.with_name("tokenizer.json"))
+    if source == "tiny":
+        from spd_jax.weights.tiny import load_tiny
+
+        return load_tiny(dtype)
+    path = Path(source)
+    if path.suffix == ".gguf":
+        from spd_jax.weights.gguf import load_gguf
+
+        return load_gguf(path, dtype)
+    from spd_jax.weights.hf import load_hf, snapshot
+
+    if path.is_dir():
+        return load_hf(path, dtype)
+    parts = str(source).split("/")
+    if len(parts) == 2 and all(parts) and not str(source).startswith((".", "~")):
+        return load_hf(snapshot(str(source)), dtype)
+    raise ConfigError(
+        f"target {str(source)!r} is not there; give smollm2-135m, tiny, an HF directory,"
+        " a .gguf file or a hub id owner/name"
+    )
+
+
+def load_draft_file(
+    source: str | Path, dtype: str = "float32"
+) -> tuple[DraftConfig, dict[str, Any], dict[str, Any]]:
+    """Reads a draft module.
+
+    Args:
+      source: a head directory of ours, a reference head.pt, a head.safetensors beside its
+        head_config.json, or a directory that holds these two.
+      dtype: run dtype of the arrays; stored bfloat16 is widened.
+    Returns:
+      its DraftConfig; its parameter tree; what is known of its target, by TargetConfig's names.
+    Raises:
+      ConfigError: nothing usable there.
+    """
+    from spd_jax.weights import heads, reference_head
+
+    path = Path(source)
+    if path.is_dir():
+        if (path / heads.CONFIG_NAME).is_file():
+            return heads.load_head_dir(path, dtype)
+        if (path / reference_head.CONFIG_NAME).is_file():
+            path = path / reference_head.TENSORS_NAME
+    if path.suffix in (".pt", ".safetensors"):
+        return reference_head.load_reference_head(path, dtype)
+    raise ConfigError(
+        f"draft {str(source)!r} is not there; give a directory with config.json and"
+        " model.safetensors, a head.pt, or a head.safetensors beside head_config.json"
+    )

@@ -1,0 +1,74 @@
+"""Files on disk: content hashes, and writes that no kill or second writer can leave half done."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from spd_jax.config import ConfigError
+
+
+def one_line(error: BaseException | str) -> str:
+    """Returns an error's text folded into one short line, for use inside a ConfigError."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def file_sha256(path: Path) -> str:
+    """Returns the hex sha256 of a file's content."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes the names in a directory durable."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    """Makes a file's content durable."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file so that its name holds either the old content or all of the new."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_directory(path.parent)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give a directory that has one") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not readable JSON ({one_line(error)})") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, holds {type(value).__name__}")
+    return value

@@ -1,0 +1,172 @@
+"""Our published head directories: config.json + model.safetensors + README.md (model card).
+
+A directory appears under its name whole or not at all, whenever the writer is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from spd_jax.config import ConfigError, DraftConfig, TargetConfig, from_fields
+from spd_jax.weights import keymaps
+from spd_jax.weights.files import one_line, read_json, sync_directory, sync_file
+from spd_jax.weights.loaded import run_dtype
+from spd_jax.weights.tensors import TensorFile
+
+FORMAT, VERSION = "spd_jax.pdm", 1
+CONFIG_NAME, TENSORS_NAME, CARD_NAME = "config.json", "model.safetensors", "README.md"
+TARGET_SIZES = ("d_model", "vocab_size", "n_heads", "n_kv_heads", "head_dim", "d_ff", "n_layers")
+
+
+def save_head(
+    directory: str | Path,
+    config: DraftConfig,
+    target: TargetConfig,
+    params: dict[str, Any],
+    card: str,
+    dtype: str = "bfloat16",
+) -> None:
+    """Writes a head directory, replacing one that is there.
+
+    Args:
+      directory: its path; the parent is made where it lacks.
+      config: the draft's settings.
+      target: the geometry of the target it belongs to.
+      params: the draft's parameter tree.
+      card: the model card's text (Markdown).
+      dtype: of the stored weights.
+    Raises:
+      ConfigError: the path holds something else, or the disk refuses.
+    """
+    directory, to = Path(directory), run_dtype(dtype)
+    tensors = {
+        name: array.astype(to)
+        for name, array in keymaps.write_draft(
+            config,
+            params,
+            keymaps.PDM_PROJ,
+            keymaps.PDM_LAYER_PREFIX,
+            _sizes(config, dataclasses.asdict(target)),
+        )
+    }
+    draft = dataclasses.asdict(config)
+    if draft.pop("draft_ids") is not None:
+        tensors[keymaps.DRAFT_IDS] = np.asarray(config.draft_ids, np.int32)
+    described = {name: getattr(target, name) for name in (*TARGET_SIZES, "model_type")}
+    fields = {"format": FORMAT, "version": VERSION, "draft": draft, "target": described}
+    try:
+        _check_replaceable(directory)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for stale in directory.parent.glob(f".{directory.name}.new-*"):  # of a killed writer
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{directory.name}.new-", dir=directory.parent, ignore_cleanup_errors=True
+        ) as work:
+            save_file(tensors, os.path.join(work, TENSORS_NAME), metadata={"format": "pt"})
+            Path(work, CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n")
+            Path(work, CARD_NAME).write_text(card, encoding="utf-8")
+            for path in Path(work).iterdir():
+                os.chmod(path, 0o644)
+                sync_file(path)
+            os.chmod(work, 0o755)
+            sync_directory(Path(work))
+            _swap_in(Path(work), directory)
+        sync_directory(directory.parent)
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot write the head ({one_line(error)})") from None
+
+
+def load_head_dir(
+    directory: str | Path, dtype: str
+) -> tuple[DraftConfig, dict[str, Any], dict[str, Any]]:
+    """Reads a head directory.
+
+    Returns:
+      its DraftConfig; its parameter tree of numpy arrays in the run dtype; the geometry of its
+      target by TargetConfig's names (`TARGET_SIZES` and model_type).
+    Raises:
+      ConfigError: not such a directory, a misspelt field, or weights that do not fit it.
+    """
+    directory, to = Path(directory), run_dtype(dtype)
+    path = directory / CONFIG_NAME
+    fields = read_json(path)
+    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
+        found = f"{fields.get('format')!r} version {fields.get('version')!r}"
+        raise ConfigError(f"{path}: must be {FORMAT!r} version {VERSION}, got {one_line(found)}")
+    draft, target = fields.get("draft"), fields.get("target")
+    if not isinstance(draft, dict) or not isinstance(target, dict):
+        raise ConfigError(f"{path}: must hold the objects 'draft' and 'target'")
+    for name in TARGET_SIZES:
+        if type(target.get(name)) is not int or target[name] < 1:
+            raise ConfigError(f"{path}: target.{name} must be a positive integer")
+    tensors = TensorFile(directory / TENSORS_NAME)
+    left = set(tensors.names)
+    if keymaps.DRAFT_IDS in left:
+        left.discard(keymaps.DRAFT_IDS)
+        draft = {**draft, "draft_ids": tensors.take_ints(keymaps.DRAFT_IDS).tolist()}
+    try:
+        config = from_fields(DraftConfig, draft, str(path))
+    except TypeError as error:
+        raise ConfigError(f"{path}: a field of 'draft' has a wrong type ({error})") from None
+    if config.draft_ids is not None and config.draft_ids[-1] >= target["vocab_size"]:
+        raise ConfigError(f"{path}: draft_ids must be below vocab_size {target['vocab_size']}")
+
+    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        left.discard(name)
+        return tensors.take(name, shape).astype(to, copy=False)
+
+    params = keymaps.read_draft(
+        config, keymaps.PDM_PROJ, keymaps.PDM_LAYER_PREFIX, _sizes(config, target), take
+    )
+    if left:
+        raise ConfigError(f"{tensors.path}: unknown tensor {min(left)}; does it fit {CONFIG_NAME}?")
+    return config, params, target
+
+
+def _sizes(config: DraftConfig, target: dict[str, Any]) -> dict[str, int]:
+    ids = config.draft_ids
+    return {
+        "D": target["d_model"],
+        "E": target["head_dim"],
+        "HE": target["n_heads"] * target["head_dim"],
+        "GE": target["n_kv_heads"] * target["head_dim"],
+        "F": target["d_ff"] if config.d_ff is None else config.d_ff,
+        "W": target["vocab_size"] if ids is None else len(ids),
+    }
+
+
+def _check_replaceable(directory: Path) -> None:
+    """A directory is replaced only where it holds nothing but a head: never someone's files."""
+    known = {CONFIG_NAME, TENSORS_NAME, CARD_NAME}
+    if directory.exists() and not (
+        directory.is_dir() and {path.name for path in directory.iterdir()} <= known
+    ):
+        raise ConfigError(f"{directory}: holds other files; give a new directory for the head")
+
+
+def _swap_in(new: Path, directory: Path) -> None:
+    """Gives `new` the name `directory`; what had it ends under the name of `new` or is gone."""
+    if not directory.exists():
+        os.rename(new, directory)
+        return
+    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        if libc.renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(directory), exchange) == 0:
+            return
+    # No atomic exchange here: for an instant the name is free, but a whole head exists.
+    old = new.with_name(f"{new.name}.old")
+    os.rename(directory, old)
+    os.rename(new, directory)
+    os.rename(old, new)

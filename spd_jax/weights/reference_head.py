@@ -1,0 +1,212 @@
+"""Reads v11 heads of the public SPD reference: head.pt, or head.safetensors + head_config.json.
+
+One layer of such a head is a Qwen3 layer (per-head q/k norm); its features are not normalised.
+Row r of its lm_head belongs to sorted(set(draft_token_ids))[r].
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spd_jax.config import ConfigError, DraftConfig, from_fields
+from spd_jax.weights import keymaps
+from spd_jax.weights.files import one_line, read_json
+from spd_jax.weights.loaded import run_dtype
+from spd_jax.weights.tensors import TensorFile
+from spd_jax.weights.torch_zip import load_torch_zip
+
+CONFIG_NAME, TENSORS_NAME = "head_config.json", "head.safetensors"
+
+
+class _PickledTensors:
+    """The tensors of a head.pt, with the interface of TensorFile."""
+
+    def __init__(self, path: Path, state: dict[str, np.ndarray]):
+        self.path, self._state, self.names = path, state, frozenset(state)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.names:
+            raise ConfigError(f"{self.path}: no tensor {name}; the file is not complete")
+        return self._state[name].shape
+
+    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if self.shape(name) != shape:
+            found = self.shape(name)
+            raise ConfigError(f"{self.path}: {name} should have shape {shape}, has {found}")
+        return self._state[name]
+
+
+def load_reference_head(path: str | Path, dtype: str) -> tuple[DraftConfig, dict, dict]:
+    """Reads a reference head.
+
+    Args:
+      path: head.pt, or head.safetensors beside head_config.json.
+      dtype: run dtype of the arrays.
+    Returns:
+      its DraftConfig; its parameter tree; what is known of its target: d_model, vocab_size and,
+      where the head tells, head_dim, n_heads, n_kv_heads.
+    Raises:
+      ConfigError: not such a head, not whole, hostile, or of another version than 11.
+    """
+    path, to = Path(path), run_dtype(dtype)
+    if path.suffix == ".safetensors":
+        source = path.with_name(CONFIG_NAME)
+        config, tensors = read_json(source), TensorFile(path)
+    else:
+        source = path
+        config, tensors = _open_pickle(path)
+    _check_version(config, source)
+    names = _strip_prefixes(tensors.names)
+    return _assemble(config, source, names, tensors, to)
+
+
+def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
+    whole = load_torch_zip(path)
+    state = whole.get("state_dict") if isinstance(whole, dict) else None
+    config = whole.get("config") if isinstance(whole, dict) else None
+    if not isinstance(state, dict) or not isinstance(config, dict):
+        raise ConfigError(f"{path}: must hold state_dict and config; is it a head of SPD?")
+    if not all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in state.items()):
+        raise ConfigError(f"{path}: its state_dict must map names to tensors")
+    return config, _PickledTensors(path, state)
+
+
+def _check_version(config: dict[str, Any], source: Path) -> None:
+    version = config.get("version") or 11
+    if version != 11:
+        raise ConfigError(
+            f"{source}: version {version!r} of the reference's heads is not supported yet; give v11"
+        )
+
+
+def _strip_prefixes(names: frozenset[str]) -> dict[str, str]:
+    """Returns plain name -> stored name, rotary buffers left out."""
+    plain = {}
+    for name in names:
+        if "rotary_emb" in name:
+            continue
+        prefix = next((p for p in keymaps.REFERENCE_PREFIXES if name.startswith(p)), "")
+        plain[name.removeprefix(prefix)] = name
+    return plain
+
+
+def _assemble(
+    config: dict[str, Any],
+    source: Path,
+    names: dict[str, str],
+    tensors: TensorFile | _PickledTensors,
+    to: np.dtype,
+) -> tuple[DraftConfig, dict, dict]:
+    anchors, n_layers = (
+        _ints(config, "aggr_feature_bound", source),
+        _int(config, "num_spec_layers", source),
+    )
+    left = set(names)
+
+    def rows_cols(name: str) -> tuple[int, int]:
+        shape = tensors.shape(names.get(name, name))
+        if len(shape) != 2:
+            raise ConfigError(f"{tensors.path}: {name} should be a matrix, has shape {shape}")
+        return shape
+
+    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        left.discard(name)
+        array = tensors.take(names.get(name, name), shape)
+        return np.ascontiguousarray(array).astype(to, copy=False)
+
+    first = keymaps.REFERENCE_LAYER_PREFIX.format(i=0)
+    qk_norm = f"{first}self_attn.q_norm.weight" in names
+    n_head_rows, d_model = rows_cols("lm_head.weight")
+    sizes = {
+        "D": d_model,
+        "W": n_head_rows,
+        "HE": rows_cols(f"{first}self_attn.q_proj.weight")[0],
+        "GE": rows_cols(f"{first}self_attn.k_proj.weight")[0],
+        "F": rows_cols(f"{first}mlp.gate_proj.weight")[0],
+    }
+    if sizes["HE"] == 2 * rows_cols(f"{first}self_attn.o_proj.weight")[1]:
+        raise ConfigError(f"{source}: heads with gated attention (Qwen3.5) are not supported yet")
+    meta = {
+        "d_model": _int(config, "hidden_size", source, d_model),
+        "vocab_size": _int(config, "vocab_size", source, n_head_rows),
+    }
+    if meta["d_model"] != d_model:
+        raise ConfigError(f"{source}: hidden_size {meta['d_model']}, but lm_head has {d_model}")
+    if qk_norm:
+        head_dim = tensors.shape(names[f"{first}self_attn.q_norm.weight"])[-1]
+        sizes["E"] = head_dim
+        meta |= {"head_dim": head_dim, "n_heads": sizes["HE"] // head_dim}
+        meta["n_kv_heads"] = sizes["GE"] // head_dim
+    draft = from_fields(
+        DraftConfig,
+        {
+            "anchors": anchors,
+            "n_stages": _int(config, "num_stages", source),
+            "n_layers": n_layers,
+            "d_ff": sizes["F"],
+            "feature_norm": "none",
+            "qk_norm": qk_norm,
+            "draft_ids": _draft_ids(config, n_head_rows, meta["vocab_size"], source),
+            "stage_layers": _stage_layers(config, source),
+        },
+        str(source),
+    )
+    params = keymaps.read_draft(
+        draft, keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX, sizes, take
+    )
+    if left:
+        raise ConfigError(f"{tensors.path}: unsupported tensor {min(left)}; is it a v11 head?")
+    return draft, params, meta
+
+
+def _draft_ids(
+    config: dict[str, Any], n_rows: int, vocab_size: int, source: Path
+) -> tuple[int, ...] | None:
+    """Returns the sorted ids of the head's rows, None for the whole vocabulary."""
+    if config.get("draft_token_ids") is None:
+        if n_rows != vocab_size:
+            raise ConfigError(
+                f"{source}: lm_head has {n_rows} rows for {vocab_size} ids, and no draft_token_ids"
+            )
+        return None
+    ids = tuple(sorted(set(_ints(config, "draft_token_ids", source))))
+    if len(ids) != n_rows or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ConfigError(
+            f"{source}: draft_token_ids must be {n_rows} different ids (the rows of lm_head) below"
+            f" {vocab_size}, got {len(ids)} from {ids[0]} to {ids[-1]}"
+        )
+    return None if len(ids) == vocab_size else ids
+
+
+def _stage_layers(config: dict[str, Any], source: Path) -> tuple[int, ...] | None:
+    value = config.get("stage_layers")
+    if value is None:
+        return None
+    if isinstance(value, str):  # "a;b;c"
+        try:
+            value = [int(part) for part in value.split(";")]
+        except ValueError:
+            raise ConfigError(f"{source}: stage_layers must look like '4;4;4'") from None
+    return _ints({"stage_layers": value}, "stage_layers", source)
+
+
+def _ints(config: dict[str, Any], name: str, source: Path) -> tuple[int, ...]:
+    value = config.get(name)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, (list, tuple)) or not value or any(type(i) is not int for i in value):
+        raise ConfigError(
+            f"{source}: {name} must be a list of integers, got {one_line(repr(value))}"
+        )
+    return tuple(value)
+
+
+def _int(config: dict[str, Any], name: str, source: Path, default: int | None = None) -> int:
+    value = config.get(name, default)
+    if type(value) is not int or value < 1:
+        raise ConfigError(
+            f"{source}: {name} must be a positive integer, got {one_line(repr(value))}"
+        )
+    return value

@@ -1,0 +1,125 @@
+"""Reads the zip files of torch.save without torch, and without running what a pickle asks for.
+
+Only tensors over plain storages and plain containers are understood; any other global is refused
+by name, every size is checked against the file, and nothing is unpacked to disk.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from spd_jax.config import ConfigError
+from spd_jax.weights.files import one_line
+
+_STORAGES = {
+    "FloatStorage": np.dtype(np.float32),
+    "DoubleStorage": np.dtype(np.float64),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "LongStorage": np.dtype(np.int64),
+    "IntStorage": np.dtype(np.int32),
+}
+_MAX_PICKLE = 64 << 20  # bytes of data.pkl; the arrays are not in it
+
+
+class _StorageType(NamedTuple):
+    dtype: np.dtype
+
+
+def load_torch_zip(path: Path) -> Any:
+    """Returns the object that torch.save wrote, its tensors as numpy arrays.
+
+    Raises:
+      ConfigError: the file is not whole, or asks for anything but tensors and plain containers.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _Reader(archive, path).load()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; give the path of a head.pt") from None
+    except Exception as error:  # a damaged pickle can make its machine raise anything
+        raise ConfigError(
+            f"{path}: not a whole torch.save zip file ({one_line(error)}); get it anew"
+        ) from None
+
+
+# The python unpickler: its memo is a dict, where the C one allocates what a hostile index says.
+class _Reader(pickle._Unpickler):
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, archive: zipfile.ZipFile, path: Path):
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ConfigError("holds compressed entries, which torch.save never writes")
+        if sum(entry.file_size for entry in entries) > path.stat().st_size:
+            raise ConfigError("its entries claim more bytes than the file has")
+        self._sizes = {entry.filename: entry.file_size for entry in entries}
+        pickles = [name for name in self._sizes if name.endswith("/data.pkl")]
+        if len(pickles) != 1 or self._sizes[pickles[0]] > _MAX_PICKLE:
+            raise ConfigError("must hold one data.pkl of a sane size; is it a torch.save file?")
+        self._archive, self._root = archive, pickles[0].removesuffix("data.pkl")
+        order = f"{self._root}byteorder"
+        if order in self._sizes and archive.read(order) != b"little":
+            raise ConfigError("big-endian tensors are not supported")
+        self._storages: dict[str, np.ndarray] = {}
+        super().__init__(io.BytesIO(archive.read(pickles[0])), encoding="utf-8")
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _STORAGES:
+            return _StorageType(_STORAGES[name])
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _rebuild_tensor
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        raise ConfigError(f"refused: its pickle asks for {one_line(f'{module}.{name}')!r}")
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        kind, storage, key, _, n_items = pid
+        if kind != "storage" or not isinstance(storage, _StorageType):
+            raise ConfigError(f"refused: unknown persistent object {one_line(repr(pid))}")
+        name = f"{self._root}data/{key}"
+        if name not in self._sizes:
+            raise ConfigError(f"storage {one_line(repr(key))} is missing; get the file anew")
+        if not isinstance(n_items, int) or n_items * storage.dtype.itemsize != self._sizes[name]:
+            raise ConfigError(
+                f"storage {key} has {self._sizes[name]} bytes, claims {n_items} items"
+            )
+        if name not in self._storages:
+            self._storages[name] = np.frombuffer(self._archive.read(name), np.uint8)
+        return self._storages[name].view(storage.dtype)
+
+    def load_build(self) -> None:
+        # Sets attributes: needed only for the _metadata of a state dict, which nobody reads.
+        self.stack.pop()
+        if type(self.stack[-1]) is not collections.OrderedDict:
+            raise ConfigError("refused: its pickle sets attributes of an object")
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def _rebuild_tensor(storage, offset, size, stride, requires_grad=False, hooks=None, meta=None):
+    """Returns the strided view that torch._utils._rebuild_tensor_v2 would."""
+    numbers = (offset, *size, *stride)
+    if not isinstance(storage, np.ndarray) or len(size) != len(stride):
+        raise ConfigError("refused: a tensor without storage or strides")
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        raise ConfigError(f"refused: a tensor of size {size}, strides {stride}, offset {offset}")
+    n_items = math.prod(size)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if n_items > storage.size or (n_items and last >= storage.size):
+        raise ConfigError(f"a tensor of size {tuple(size)} reaches beyond its storage")
+    if not n_items:
+        return np.zeros(size, storage.dtype)
+    steps = tuple(step * storage.itemsize for step in stride)
+    return np.lib.stride_tricks.as_strided(storage[offset:], size, steps, writeable=False)

@@ -1,0 +1,66 @@
+"""A difference counts as rounding only where the target's two best logits nearly tie."""
+
+import numpy as np
+import pytest
+
+import spd_jax
+from infer import agreement
+from infer.agreement import Agreement, compare_tokens, first_difference, padded_to_bucket
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "position"),
+    [
+        ([], [], None),
+        ([1, 2], [1, 2], None),
+        ([1, 2], [1, 3], 1),
+        ([1, 2], [1, 2, 3], 2),
+        ([4], [5], 0),
+        ([], [1], 0),
+    ],
+)
+def test_first_difference(a, b, position):
+    assert first_difference(a, b) == position
+    assert first_difference(b, a) == position
+
+
+def test_padding_keeps_the_ids_and_stays_within_the_context():
+    assert padded_to_bucket([1] * 128, 1000).shape == (128,)
+    assert padded_to_bucket([1] * 129, 1000).shape == (256,)
+    assert padded_to_bucket([1] * 129, 200).shape == (200,)
+    padded = padded_to_bucket([7, 8], 1000)
+    assert padded.dtype == np.int32
+    assert list(padded[:3]) == [7, 8, 0]
+
+
+@pytest.mark.parametrize(("gap", "is_rounding"), [(1e-4, True), (1e-2, False)])
+def test_the_gap_is_read_at_the_last_common_token(gap, is_rounding, monkeypatch):
+    def fake_logits(target, ids):
+        logits = np.zeros((len(ids), 5), np.float32)
+        logits[:, 1] = 9.0  # a wide lead everywhere but where the two part
+        logits[3, 2] = 9.0 - gap  # after prompt [1, 2] and the common tokens [1, 1]
+        return logits
+
+    class Target:
+        class config:
+            max_context = 64
+
+    monkeypatch.setattr(spd_jax, "target_logits", fake_logits, raising=False)
+    found = compare_tokens(Target, [1, 2], [1, 1, 2, 4], [1, 1, 1, 4])
+    assert found.position == 2
+    assert found.gap == pytest.approx(gap, rel=1e-2)
+    assert found.is_rounding is is_rounding
+    assert not found.identical
+
+
+def test_a_decode_that_ends_early_is_never_called_rounding(monkeypatch):
+    monkeypatch.setattr(agreement, "top2_gap", lambda *_: 0.0)
+    found = compare_tokens(None, [1], [5, 6], [5, 6, 7])
+    assert (found.position, found.identical, found.is_rounding) == (2, False, False)
+
+
+def test_equal_tokens_are_identical():
+    found = compare_tokens(None, [1], [5, 6], [5, 6])
+    assert found == Agreement(None, None)
+    assert found.identical
+    assert not found.is_rounding

@@ -1,0 +1,104 @@
+"""infer.evaluate on the tiny target: its figures agree with each other and with the API."""
+
+import json
+
+import pytest
+
+import spd_jax
+from infer import evaluate
+from infer.lookup import lookup_hits
+from infer.prompts import prompt_ids, read_prompts
+from infer.startup import load_draft_or_random
+from spd_jax.config import ConfigError
+
+TINY = ["--target", "tiny", "--mesh", "virtual", "--n-stages", "2", "--max-new-tokens", "10"]
+
+
+@pytest.fixture
+def prompt_files(tmp_path):
+    texts = {"a.jsonl": ["one", "two words", "three"], "b.jsonl": ["four"]}
+    for name, rows in texts.items():
+        lines = [json.dumps({"turns": [text]}) for text in rows]
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    return [str(tmp_path / name) for name in texts]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_every_figure_is_there_and_adds_up(prompt_files, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    argv = [*TINY, "--batch-size", "3", "--json", str(out), "--prompts", *prompt_files]
+    assert evaluate.main(argv) == 0
+    record = json.loads(out.read_text())
+    assert list(record["sets"]) == prompt_files
+    first, second = record["sets"].values()
+    pooled = record["pooled"]
+    assert (first["prompts"], second["prompts"], pooled["prompts"]) == (3, 1, 4)
+    for name in ("tokens", "cycles", "drafts_verified", "identical", "sampled_positions"):
+        assert pooled[name] == first[name] + second[name]
+    assert pooled["tau_pooled"] == pytest.approx(2 * pooled["tokens"] / pooled["cycles"])
+    assert pooled["compared_with_generate"] == 4
+    assert pooled["identical"] + pooled["rounding_differences"] == 4
+    assert 0 <= pooled["sampled_agreement"] <= 1
+    assert 0 < pooled["bf16_match_rate"] <= 1
+    assert len(record["samples"]) == 4
+    assert not (tmp_path / "out.json.part").exists()
+    table = capsys.readouterr().out
+    for row in ("alpha", "2-gram lookup", "tau, pooled", "identical to generate", "pooled"):
+        assert row in table
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_alpha_and_lookup_are_those_of_single_decodes(prompt_files, tmp_path):
+    out = tmp_path / "out.json"
+    skip = ["--skip-generate", "--sampled-temperature", "0"]
+    argv = [*TINY, *skip, "--json", str(out), "--prompts", prompt_files[0]]
+    assert evaluate.main(argv) == 0
+    samples = json.loads(out.read_text())["samples"]
+    target = spd_jax.load_target("tiny")
+    draft, _ = load_draft_or_random(None, "tiny", target, 2, 0)
+    texts = [row.text for row in read_prompts(prompt_files[0])]
+    for sample, prompt in zip(samples, prompt_ids(target, "tiny", texts), strict=True):
+        result = spd_jax.decode(
+            target, draft, prompt, max_new_tokens=10, n_stages=2, mesh="virtual"
+        )
+        assert sample["tokens"] == len(result.tokens)
+        assert sample["cycles"] == result.cycles
+        assert sample["accepted"] == sum(result.accepted) - 1
+        assert sample["lookup_hits"] == sum(lookup_hits(prompt, result.tokens))
+        assert sample["identical"] is None
+        assert sample["sampled_positions"] is None
+        assert sample["bf16_total"] is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--prompts"], "--prompts"),
+        (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--prompts", "FILE", "--limit", "0"], "--limit"),
+        (["--prompts", "FILE", "--batch-size", "0"], "--batch-size"),
+        (["--prompts", "FILE", "--sampled-temperature", "-1"], "--sampled-temperature"),
+        (["--prompts", "BAD"], "bad.jsonl:2: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(argv, words, prompt_files, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"turns": ["fine"]}\n{"turns": 3}\n')
+    names = {"FILE": prompt_files[0], "BAD": str(bad)}
+    with pytest.raises(SystemExit) as stop:
+        evaluate.run(lambda: evaluate.main([names.get(a, a) for a in argv]))
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().split("\n")
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path):
+    with pytest.raises(ConfigError, match="--json"):
+        evaluate.write_json(str(tmp_path / "absent" / "out.json"), {})
+    path = tmp_path / "out.json"
+    evaluate.write_json(str(path), {"alpha": 0.5})
+    assert json.loads(path.read_text()) == {"alpha": 0.5}
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]

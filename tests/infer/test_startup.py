@@ -1,0 +1,150 @@
+"""Every mistake at the keyboard is one line on stderr and exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+from infer import startup
+from infer.decode import DecodeFlags
+from infer.evaluate import EvaluateFlags
+from spd_jax.config import ConfigError
+
+PROG = "python -m infer.decode"
+
+
+def error_line(capsys) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.strip().split("\n")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--promt", "x"], ["--promt", "--prompt"]),
+        (["--max-new-tokens", "many"], ["--max-new-tokens", "many"]),
+        (["--mesh", "torus"], ["--mesh", "torus", "auto", "virtual"]),
+        (["--draft"], ["--draft"]),
+        (["stray"], ["stray"]),
+        (["--temperature", "1.0"], ["--temperature"]),
+        (["--no-compare"], ["--no-compare"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        startup.parse_flags(DecodeFlags, PROG, argv)
+    assert stop.value.code == 2
+    line = error_line(capsys)
+    assert line.startswith("error: ")
+    assert [w for w in words if w not in line] == []
+
+
+def test_a_missing_flag_is_named(capsys):
+    with pytest.raises(SystemExit) as stop:
+        startup.parse_flags(EvaluateFlags, "python -m infer.evaluate", [])
+    assert stop.value.code == 2
+    assert "--prompts" in error_line(capsys)
+
+
+def test_every_flag_reaches_its_field():
+    argv = (
+        "--prompt p --target tiny --draft d --max-new-tokens 3 --n-stages 4 --stage-layers 1,2 "
+        "--mesh virtual --placement dedicated --cpu-devices 6 --dtype bfloat16 --seed 9 "
+        "--compare --json"
+    ).split()
+    assert startup.parse_flags(DecodeFlags, PROG, argv) == DecodeFlags(
+        prompt="p",
+        target="tiny",
+        draft="d",
+        max_new_tokens=3,
+        n_stages=4,
+        stage_layers="1,2",
+        mesh="virtual",
+        placement="dedicated",
+        cpu_devices=6,
+        dtype="bfloat16",
+        seed=9,
+        compare=True,
+        json=True,
+    )
+
+
+def test_no_flags_give_the_documented_defaults():
+    flags = startup.parse_flags(DecodeFlags, PROG, [])
+    assert (flags.target, flags.draft, flags.max_new_tokens) == ("smollm2-135m", None, 128)
+    assert (flags.mesh, flags.compare, flags.json) == ("auto", False, False)
+
+
+def test_stage_layers_are_a_comma_list():
+    assert startup.parse_stage_layers(None) is None
+    assert startup.parse_stage_layers("6,6, 5,7") == (6, 6, 5, 7)
+    for text in ("", "6;6", "6,,6", "six"):
+        with pytest.raises(ConfigError, match="--stage-layers"):
+            startup.parse_stage_layers(text)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "words"),
+    [
+        (0, 0, ""),
+        (1, 1, ""),
+        (ConfigError("expected a,\ngot b"), 2, "error: expected a, got b"),
+        (KeyboardInterrupt(), 130, "stopped"),
+    ],
+)
+def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, capsys):
+    def main() -> int:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    with pytest.raises(SystemExit) as stop:
+        startup.run(main)
+    assert stop.value.code == code
+    assert capsys.readouterr().err.strip() == words
+
+
+def test_run_shows_a_fault_of_the_program_in_full():
+    def main() -> int:
+        raise ValueError("not the user's fault")
+
+    with pytest.raises(ValueError, match="not the user's fault"):
+        startup.run(main)
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_cpu_device_count_below_one_is_an_error(count):
+    with pytest.raises(ConfigError, match="at least 1"):
+        startup.start_devices(count)
+
+
+@pytest.mark.timeout(120)
+def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
+    script = (
+        "from infer.startup import start_devices; from spd_jax.config import ConfigError\n"
+        "start_devices(3)\n"
+        "import jax; assert jax.device_count() == 3\n"
+        "try: start_devices(4)\n"
+        "except ConfigError: print('refused')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip() == "refused", done.stderr
+
+
+@pytest.mark.timeout(120)
+def test_help_does_not_start_jax():
+    script = (
+        "import sys, infer.decode, infer.evaluate\n"
+        "try: infer.decode.main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--stage-layers" in done.stdout
