@@ -13,7 +13,7 @@ from jax import lax
 from spd_jax.config import TargetConfig
 from spd_jax.models.layers import Rows
 
-BUCKET = 256  # capacities are multiples of this, so that few programs serve many lengths
+BUCKET = 128  # capacities are multiples of this, so that few programs serve many lengths
 
 
 def bucket_capacity(n_positions: int) -> int:
@@ -32,11 +32,15 @@ def init_cache(config: TargetConfig, n_batch: int, capacity: int, dtype: jnp.dty
 
 def write_row(cache: Rows, rows: Rows, positions: jax.Array) -> Rows:
     """Writes one new row (T = 1) per sequence at positions int [B]."""
-    batch = jnp.arange(positions.shape[0])
-    return {
-        "k": cache["k"].at[batch, :, :, positions].set(rows["k"][..., 0]),
-        "v": cache["v"].at[batch, :, positions].set(rows["v"][:, :, 0]),
-    }
+
+    def write_one(b, cache):
+        k, v = (lax.dynamic_slice_in_dim(rows[name], b, 1) for name in ("k", "v"))
+        return {
+            "k": lax.dynamic_update_slice(cache["k"], k, (b, 0, 0, positions[b])),
+            "v": lax.dynamic_update_slice(cache["v"], v, (b, 0, positions[b], 0)),
+        }
+
+    return lax.fori_loop(0, positions.shape[0], write_one, cache)
 
 
 def write_chunk(cache: Rows, rows: Rows, start: jax.Array) -> Rows:

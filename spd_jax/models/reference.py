@@ -18,6 +18,7 @@ from spd_jax.models.cache import init_cache, write_chunk, write_row
 from spd_jax.models.layers import Rows
 from spd_jax.ops.attention import causal_mask
 from spd_jax.ops.sampling import sample
+from spd_jax.program import Program
 
 PREFILL_CHUNK = 128
 
@@ -32,16 +33,23 @@ class ARState:
     """Everything the decoding loop carries."""
 
     caches: list[Rows]  # one per layer, K [B, G, E, S] and V [B, G, S, E]
-    tokens: jax.Array  # int32 [B, max_new_tokens], ids committed so far; the rest is zero
+    tokens: jax.Array  # int32 [B, n_slots], ids committed so far; the rest is zero
     n_tokens: jax.Array  # int32 [B], how many of them count
     last: jax.Array  # int32 [B], newest committed id
     done: jax.Array  # bool [B], stopped or at the limit
     step: jax.Array  # int32 scalar, tokens emitted per running sequence
 
 
-def prefill_chunk_len(prompt_capacity: int) -> int:
-    """Rows per prefill chunk for prompts padded to `prompt_capacity`."""
-    return min(PREFILL_CHUNK, prompt_capacity)
+def prefill_chunk_len(n_padded: int) -> int:
+    """Rows per prefill chunk for prompts padded to n_padded."""
+    return min(PREFILL_CHUNK, n_padded)
+
+
+def padded_prompt_len(longest: int) -> int:
+    """Length to pad prompts to: a power of two up to the chunk, then a multiple of it."""
+    if longest <= PREFILL_CHUNK:
+        return max(16, 1 << (longest - 1).bit_length())
+    return -(-longest // PREFILL_CHUNK) * PREFILL_CHUNK
 
 
 def prefill(
@@ -81,23 +89,29 @@ def prefill(
 
 
 def start_state(
-    config: TargetConfig,
     params: dict,
     prompts: jax.Array,
     prompt_lens: jax.Array,
     keys: jax.Array,
     stop_ids: jax.Array,
+    limit: jax.Array,
     *,
+    config: TargetConfig,
     capacity: int,
-    max_new_tokens: int,
+    n_slots: int,
     sampling: SamplingConfig,
 ) -> ARState:
-    """Runs the prefill and commits the first token of each sequence."""
+    """Runs the prefill and commits the first token of each sequence.
+
+    Args:
+      prompts, prompt_lens: as for `prefill`; keys: typed [B].
+      stop_ids: int [n], -1 pads; limit: int scalar, max_new_tokens, at most n_slots.
+    """
     caches, last_hidden = prefill(config, params, prompts, prompt_lens, capacity)
     first = sample(model.logits(config, params, last_hidden), keys, prompt_lens, sampling)
     n_batch = prompts.shape[0]
-    tokens = jnp.zeros((n_batch, max_new_tokens), jnp.int32).at[:, 0].set(first)
-    done = is_stop(first, stop_ids) | (max_new_tokens == 1)
+    tokens = jnp.zeros((n_batch, n_slots), jnp.int32).at[:, 0].set(first)
+    done = is_stop(first, stop_ids) | (limit == 1)
     ones = jnp.ones(n_batch, jnp.int32)
     return ARState(caches, tokens, ones, first, done, jnp.int32(1))
 
@@ -108,18 +122,19 @@ def is_stop(ids: jax.Array, stop_ids: jax.Array) -> jax.Array:
 
 
 def decode_steps(
-    config: TargetConfig,
     params: dict,
     state: ARState,
     prompt_lens: jax.Array,
     keys: jax.Array,
     stop_ids: jax.Array,
+    limit: jax.Array,
     n_steps: jax.Array,
     *,
+    config: TargetConfig,
     sampling: SamplingConfig,
 ) -> ARState:
     """Runs up to n_steps (traced) more steps, fewer when every sequence is done."""
-    n_batch, limit = state.tokens.shape
+    n_batch, n_slots = state.tokens.shape
     capacity = state.caches[0]["v"].shape[2]
     until = state.step + n_steps
 
@@ -129,14 +144,21 @@ def decode_steps(
     def one_step(state: ARState) -> ARState:
         position = prompt_lens + state.n_tokens - 1  # of the newest committed token
         x = model.embed(params, state.last)[:, None]
-        outs, rows = model.run_layers(
-            config, params["layers"], x, position[:, None], causal_mask(1), state.caches, position
+        hidden, rows = model.run_block(
+            ~jnp.all(state.done),
+            config,
+            params["layers"],
+            x,
+            position[:, None],
+            causal_mask(1),
+            state.caches,
+            position,
         )
         slot = jnp.where(state.done, capacity - 1, position)
         caches = [write_row(*pair, slot) for pair in zip(state.caches, rows, strict=True)]
-        scores = model.logits(config, params, outs[-1][:, 0])
+        scores = model.logits(config, params, hidden[:, 0])
         new = jnp.where(state.done, state.last, sample(scores, keys, position + 1, sampling))
-        write_idx = jnp.where(state.done, limit, state.n_tokens)  # out of range: dropped
+        write_idx = jnp.where(state.done, n_slots, state.n_tokens)  # out of range: dropped
         tokens = state.tokens.at[jnp.arange(n_batch), write_idx].set(new, mode="drop")
         n_tokens = state.n_tokens + ~state.done
         done = state.done | is_stop(new, stop_ids) | (n_tokens >= limit)
@@ -145,9 +167,5 @@ def decode_steps(
     return lax.while_loop(running, one_step, state)
 
 
-start_ar = jax.jit(
-    start_state, static_argnames=("config", "capacity", "max_new_tokens", "sampling")
-)
-continue_ar = jax.jit(
-    decode_steps, static_argnames=("config", "sampling"), donate_argnames=("state",)
-)
+start_ar = Program(start_state)
+continue_ar = Program(decode_steps, donate=(1,))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from spd_jax.config import TargetConfig
 from spd_jax.models.layers import DecoderLayer, Rows
@@ -55,6 +56,25 @@ def run_layers(
         outputs.append(x)
         rows.append(new_rows)
     return outputs, rows
+
+
+def run_block(
+    active: jax.Array, config: TargetConfig, layers: Sequence[dict], x: jax.Array, *args
+) -> tuple[jax.Array, list[Rows]]:
+    """Runs consecutive layers where the scalar `active` holds, and returns zeros where not.
+
+    A branch is one operation: it has read the caches before anything it returns can be written
+    to them. Without it XLA's CPU backend copies every cache in every step of a loop.
+    """
+
+    def run():
+        outputs, rows = run_layers(config, layers, x, *args)
+        return outputs[-1], rows
+
+    def skip():
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(run))
+
+    return lax.cond(active, run, skip)
 
 
 def hidden_states(config: TargetConfig, params: dict, input_ids: jax.Array) -> list[jax.Array]:

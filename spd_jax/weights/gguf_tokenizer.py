@@ -5,6 +5,7 @@ The metadata gives the vocabulary, the merges and the name of the pre-tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from spd_jax.config import ConfigError
-from spd_jax.weights.files import replace_file
+from spd_jax.weights.files import one_line, replace_file
 from spd_jax.weights.tokenizer import ChatTokenizer, wrap_backend
 
 _LLAMA3_SPLIT = (
@@ -53,6 +54,8 @@ def _build(fields: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer | None
     types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        raise ValueError("a token is listed twice")
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     backend.pre_tokenizer = pre_tokenizer
     backend.decoder = decoders.ByteLevel()
@@ -79,17 +82,16 @@ def tokenizer_from_gguf(
     if backend is None:
         try:
             backend = _build(fields, path)
-        except (KeyError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"{path}: bad tokenizer metadata ({reason}); get the file anew"
-            ) from None
+        except Exception as error:  # the library raises plain Exception for bad merges
+            reason = one_line(repr(error))
+            raise ConfigError(f"{path}: bad tokenizer metadata ({reason}); get it anew") from None
         if backend is None:
             return None
         if cache:
-            write_cached(cache, backend)
+            with contextlib.suppress(OSError):  # a read-only cache only costs building it again
+                write_cached(cache, backend)
     eos = fields.get("tokenizer.ggml.eos_token_id")
-    eos_token = backend.id_to_token(eos) if isinstance(eos, int) else None
+    eos_token = backend.id_to_token(eos) if isinstance(eos, int) and eos >= 0 else None
     return wrap_backend(backend, fields.get("tokenizer.chat_template"), eos_token)
 
 
@@ -97,11 +99,11 @@ def read_cached(path: Path) -> tokenizers.Tokenizer | None:
     """Returns the cached tokenizer, None where it is absent or not what was written."""
     try:
         content = path.read_bytes()
-        if _digest_path(path).read_text() != hashlib.sha256(content).hexdigest():
-            return None
-    except (OSError, UnicodeDecodeError):
-        return None
-    return tokenizers.Tokenizer.from_buffer(content)
+        if _digest_path(path).read_bytes() == hashlib.sha256(content).hexdigest().encode():
+            return tokenizers.Tokenizer.from_buffer(content)
+    except Exception:  # absent, or written by another version of the library: build it again
+        pass
+    return None
 
 
 def write_cached(path: Path, backend: tokenizers.Tokenizer) -> None:

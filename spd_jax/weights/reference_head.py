@@ -93,6 +93,35 @@ def _strip_prefixes(names: frozenset[str]) -> dict[str, str]:
     return plain
 
 
+def _sizes(
+    names: dict[str, str], tensors: TensorFile | _PickledTensors, qk_norm: bool
+) -> dict[str, int]:
+    """Returns the sizes that the head and its first layer show; "E" only with q/k norms."""
+
+    def shape(name: str, n_dims: int) -> tuple[int, ...]:
+        found = tensors.shape(names.get(name, name))
+        if len(found) != n_dims or 0 in found:
+            raise ConfigError(f"{tensors.path}: {name} has shape {found}; is it a v11 head?")
+        return found
+
+    first = keymaps.REFERENCE_LAYER_PREFIX.format(i=0)
+    n_head_rows, d_model = shape("lm_head.weight", 2)
+    sizes = {
+        "D": d_model,
+        "W": n_head_rows,
+        "HE": shape(f"{first}self_attn.q_proj.weight", 2)[0],
+        "GE": shape(f"{first}self_attn.k_proj.weight", 2)[0],
+        "F": shape(f"{first}mlp.gate_proj.weight", 2)[0],
+    }
+    if sizes["HE"] == 2 * shape(f"{first}self_attn.o_proj.weight", 2)[1]:
+        raise ConfigError(
+            f"{tensors.path}: heads with gated attention (Qwen3.5) are not supported yet"
+        )
+    if qk_norm:
+        sizes["E"] = shape(f"{first}self_attn.q_norm.weight", 1)[0]
+    return sizes
+
+
 def _assemble(
     config: dict[str, Any],
     source: Path,
@@ -100,65 +129,46 @@ def _assemble(
     tensors: TensorFile | _PickledTensors,
     to: np.dtype,
 ) -> tuple[DraftConfig, dict, dict]:
-    anchors, n_layers = (
-        _ints(config, "aggr_feature_bound", source),
-        _int(config, "num_spec_layers", source),
+    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
+    sizes = _sizes(names, tensors, qk_norm)
+    meta = {
+        "d_model": _int(config, "hidden_size", source, sizes["D"]),
+        "vocab_size": _int(config, "vocab_size", source, sizes["W"]),
+    }
+    if meta["d_model"] != sizes["D"]:
+        raise ConfigError(f"{source}: hidden_size {meta['d_model']}, but lm_head has {sizes['D']}")
+    if qk_norm:
+        head_dim = sizes["E"]
+        meta |= {"head_dim": head_dim, "n_heads": sizes["HE"] // head_dim}
+        meta["n_kv_heads"] = sizes["GE"] // head_dim
+    draft = from_fields(
+        DraftConfig,
+        {
+            "anchors": _ints(config, "aggr_feature_bound", source),
+            "n_stages": _int(config, "num_stages", source),
+            "n_layers": _int(config, "num_spec_layers", source),
+            "d_ff": sizes["F"],
+            "feature_norm": "none",
+            "qk_norm": qk_norm,
+            "draft_ids": _draft_ids(config, sizes["W"], meta["vocab_size"], source),
+            "stage_layers": _stage_layers(config, source),
+        },
+        str(source),
     )
     left = set(names)
-
-    def rows_cols(name: str) -> tuple[int, int]:
-        shape = tensors.shape(names.get(name, name))
-        if len(shape) != 2:
-            raise ConfigError(f"{tensors.path}: {name} should be a matrix, has shape {shape}")
-        return shape
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
         left.discard(name)
         array = tensors.take(names.get(name, name), shape)
         return np.ascontiguousarray(array).astype(to, copy=False)
 
-    first = keymaps.REFERENCE_LAYER_PREFIX.format(i=0)
-    qk_norm = f"{first}self_attn.q_norm.weight" in names
-    n_head_rows, d_model = rows_cols("lm_head.weight")
-    sizes = {
-        "D": d_model,
-        "W": n_head_rows,
-        "HE": rows_cols(f"{first}self_attn.q_proj.weight")[0],
-        "GE": rows_cols(f"{first}self_attn.k_proj.weight")[0],
-        "F": rows_cols(f"{first}mlp.gate_proj.weight")[0],
-    }
-    if sizes["HE"] == 2 * rows_cols(f"{first}self_attn.o_proj.weight")[1]:
-        raise ConfigError(f"{source}: heads with gated attention (Qwen3.5) are not supported yet")
-    meta = {
-        "d_model": _int(config, "hidden_size", source, d_model),
-        "vocab_size": _int(config, "vocab_size", source, n_head_rows),
-    }
-    if meta["d_model"] != d_model:
-        raise ConfigError(f"{source}: hidden_size {meta['d_model']}, but lm_head has {d_model}")
-    if qk_norm:
-        head_dim = tensors.shape(names[f"{first}self_attn.q_norm.weight"])[-1]
-        sizes["E"] = head_dim
-        meta |= {"head_dim": head_dim, "n_heads": sizes["HE"] // head_dim}
-        meta["n_kv_heads"] = sizes["GE"] // head_dim
-    draft = from_fields(
-        DraftConfig,
-        {
-            "anchors": anchors,
-            "n_stages": _int(config, "num_stages", source),
-            "n_layers": n_layers,
-            "d_ff": sizes["F"],
-            "feature_norm": "none",
-            "qk_norm": qk_norm,
-            "draft_ids": _draft_ids(config, n_head_rows, meta["vocab_size"], source),
-            "stage_layers": _stage_layers(config, source),
-        },
-        str(source),
-    )
     params = keymaps.read_draft(
         draft, keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX, sizes, take
     )
     if left:
-        raise ConfigError(f"{tensors.path}: unsupported tensor {min(left)}; is it a v11 head?")
+        raise ConfigError(
+            f"{tensors.path}: unsupported tensor {one_line(min(left))}; is it a v11 head?"
+        )
     return draft, params, meta
 
 
@@ -196,10 +206,10 @@ def _stage_layers(config: dict[str, Any], source: Path) -> tuple[int, ...] | Non
 def _ints(config: dict[str, Any], name: str, source: Path) -> tuple[int, ...]:
     value = config.get(name)
     value = value.tolist() if isinstance(value, np.ndarray) else value
-    if not isinstance(value, (list, tuple)) or not value or any(type(i) is not int for i in value):
-        raise ConfigError(
-            f"{source}: {name} must be a list of integers, got {one_line(repr(value))}"
-        )
+    whole = isinstance(value, (list, tuple)) and all(type(i) is int for i in value)
+    if not whole or not value:
+        found = one_line(repr(value))
+        raise ConfigError(f"{source}: {name} must be a list of integers, got {found}")
     return tuple(value)
 
 

@@ -45,7 +45,7 @@ def load_torch_zip(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             return _Reader(archive, path).load()
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {one_line(error)}") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give the path of a head.pt") from None
     except Exception as error:  # a damaged pickle can make its machine raise anything
@@ -65,6 +65,8 @@ class _Reader(pickle._Unpickler):
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise ConfigError("its entries claim more bytes than the file has")
         self._sizes = {entry.filename: entry.file_size for entry in entries}
+        if len(self._sizes) != len(entries):
+            raise ConfigError("names an entry twice, which torch.save never does")
         pickles = [name for name in self._sizes if name.endswith("/data.pkl")]
         if len(pickles) != 1 or self._sizes[pickles[0]] > _MAX_PICKLE:
             raise ConfigError("must hold one data.pkl of a sane size; is it a torch.save file?")

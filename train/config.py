@@ -1,0 +1,171 @@
+"""The settings of one training run: a frozen dataclass, its named records, the command line.
+
+A name such as `smollm2_n5` is one file, train/configs/smollm2_n5.py, with get_config().
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from typing import Literal
+
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
+from train import configs
+from train.startup import parse_flags
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Train a Pipeline Draft Module (PDM) for a target model."""
+
+    train_data: str = "train.jsonl"
+    """JSONL of train.prepare to train on."""
+    heldout_data: str | None = None
+    """JSONL of train.prepare to evaluate on. None: no evaluation."""
+    workdir: str = "runs/pdm"
+    """Folder of this run: checkpoints, heads, metrics.jsonl, run.json. A run there goes on."""
+    target: str = "smollm2-135m"
+    """smollm2-135m, tiny, an HF directory, a .gguf file or a hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Run dtype of target and draft."""
+
+    n_stages: int = 5
+    """Pipeline stages N that the draft is trained for."""
+    anchors: tuple[int, ...] | None = None
+    """Hidden-state indices that the draft reads. None: the stage boundaries, 0 to L."""
+    n_layers: int = 2
+    """Decoder layers of the draft."""
+    draft_vocab_size: int | None = None
+    """Ids the draft can propose, the most frequent of the training data. None: all."""
+    feature_norm: Literal["rms", "none"] = "rms"
+    """rms: each anchor is normalised per token before it is projected."""
+    qk_norm: bool = False
+    """Per-head RMSNorm of queries and keys in the draft's layers."""
+    head: Literal["own", "target"] = "own"
+    """own: a trained head; target: the target's frozen rows, not stored with the draft."""
+
+    sequence_len: int = 256
+    """Longest row in tokens; longer rows are cut and the loss is reported."""
+    batch_tokens: int = 512
+    """Tokens of a batch, padding included: as many rows of one length as fit."""
+    epochs: float = 1.0
+    """Passes over the training rows, where steps is None."""
+    steps: int | None = None
+    """Batches to train on."""
+    lr: float = 3e-4
+    """Highest learning rate."""
+    warmup_steps: int = 50
+    """Steps in which the learning rate rises from 0."""
+    schedule: Literal["linear", "cosine"] = "cosine"
+    """How the learning rate falls to 0 after that."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+    b2: float = 0.95
+    """AdamW's decay of the second moment."""
+    weight_decay: float = 0.0
+    """AdamW's weight decay, of matrices only."""
+    temperature: float = 1.0
+    """Temperature of the distillation loss."""
+    mask_mode: Literal["exact", "reference"] = "exact"
+    """exact: a simulated fill sees what decoding sees; reference: as first published."""
+    seed: int = 0
+    """Seed of the initial parameters, the data order and the simulated fills."""
+
+    log_every: int = 10
+    """Steps between lines of metrics.jsonl."""
+    eval_every: int = 500
+    """Steps between evaluations; one follows the last step too."""
+    eval_rows: int = 64
+    """Held-out rows used at most."""
+    save_every: int = 200
+    """Steps between checkpoints."""
+    keep: int = 2
+    """Checkpoints and heads kept."""
+    max_minutes: float | None = None
+    """Save and stop after so many minutes; the same command goes on from there."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "sequence_len", "log_every", "eval_every", "eval_rows"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("save_every", "keep", "steps", "draft_vocab_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("warmup_steps", "weight_decay", "seed"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("epochs", "lr", "clip_norm", "temperature", "max_minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0, got {value}")
+        if not 0 < self.b2 < 1:
+            raise ConfigError(f"b2 must be between 0 and 1, got {self.b2}")
+        if self.sequence_len < 2:
+            raise ConfigError(f"sequence_len must be at least 2, got {self.sequence_len}")
+        if self.batch_tokens < self.sequence_len:
+            raise ConfigError(
+                f"batch_tokens must hold one row of sequence_len ({self.sequence_len}), got "
+                f"{self.batch_tokens}; raise batch_tokens or lower sequence_len"
+            )
+
+    def draft_config(
+        self, target: TargetConfig, draft_ids: tuple[int, ...] | None, target_sha256: str
+    ) -> DraftConfig:
+        """Returns the settings of the draft this run trains for a target."""
+        pipeline = PipelineConfig(target.n_layers, self.n_stages)
+        return DraftConfig(
+            anchors=pipeline.default_anchors() if self.anchors is None else self.anchors,
+            n_stages=self.n_stages,
+            n_layers=self.n_layers,
+            feature_norm=self.feature_norm,
+            qk_norm=self.qk_norm,
+            head=self.head,
+            draft_ids=draft_ids,
+            target_sha256=target_sha256,
+        )
+
+
+def _at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def config_names() -> list[str]:
+    """Returns the names that `--config` takes."""
+    return sorted(module.name for module in pkgutil.iter_modules(configs.__path__))
+
+
+def named_config(name: str) -> TrainConfig:
+    """Returns the record of that name.
+
+    Raises:
+      ConfigError: there is none; a close name is suggested.
+    """
+    names = config_names()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+        raise ConfigError(f"--config {name!r} is unknown; {hint}")
+    return importlib.import_module(f"{configs.__name__}.{name}").get_config()
+
+
+def parse_config(prog: str, argv: Sequence[str]) -> TrainConfig:
+    """Reads `--config NAME` and any `--field value` after or before it.
+
+    Raises:
+      ConfigError: no such config, or a field has a value that cannot be.
+      SystemExit: a flag is unknown or malformed (code 2, one line), or `--help` was asked.
+    """
+    rest, name = list(argv), None
+    for i, arg in enumerate(rest):
+        if arg == "--config" or arg.startswith("--config="):
+            name = arg.partition("=")[2] or (rest[i + 1] if i + 1 < len(rest) else "")
+            del rest[i : i + (1 if "=" in arg else 2)]
+            break
+    if name is None:
+        if "--help" not in rest and "-h" not in rest:
+            raise ConfigError(f"give --config NAME; there are {', '.join(config_names())}")
+        default, text = TrainConfig(), f"Give --config NAME first: {', '.join(config_names())}."
+    else:
+        default, text = named_config(name), f"Defaults are those of --config {name}."
+    return parse_flags(TrainConfig, prog, rest, default, f"{TrainConfig.__doc__} {text}")

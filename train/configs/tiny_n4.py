@@ -1,0 +1,26 @@
+"""The random `tiny` target through four stages: a run of seconds, to try the trainer.
+
+python -m train.pdm --config tiny_n4 --train_data data/tiny.jsonl --workdir runs/tiny_n4
+"""
+
+from train.config import TrainConfig
+
+
+def get_config() -> TrainConfig:
+    """Returns the record of this experiment."""
+    return TrainConfig(
+        target="tiny",
+        train_data="data/tiny.jsonl",
+        workdir="runs/tiny_n4",
+        n_stages=4,
+        n_layers=1,
+        draft_vocab_size=192,
+        sequence_len=64,
+        batch_tokens=256,
+        epochs=4.0,
+        lr=1e-3,
+        warmup_steps=5,
+        schedule="linear",
+        save_every=20,
+        eval_every=20,
+    )

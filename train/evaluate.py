@@ -1,0 +1,119 @@
+"""Held-out figures of a draft at every fill, beside the 2-gram lookup on the same positions.
+
+Scored are the ids that the target wrote, but the first of each answer: decoding has that one
+from the prefill and never drafts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spd_jax.config import DraftConfig, TargetConfig
+from spd_jax.models import draft as pdm
+from spd_jax.models import target as model
+from spd_jax.models.distill import IGNORED, draft_outputs
+from spd_jax.ops.losses import kl_divergence
+from spd_jax.ops.sampling import argmax_lowest
+from train.data import Row, ordered_batches
+
+SUMS = ("loss", "n_covered", "agree_target", "agree_text")
+EvalStep = Callable[[Any, Any, dict], dict[str, jax.Array]]
+
+
+def make_eval_step(
+    target: TargetConfig, draft: DraftConfig, *, temperature: float = 1.0, mask_mode: str = "exact"
+) -> EvalStep:
+    """Returns the compiled (target_params, draft_params, batch) -> sums [N, B] per fill and row."""
+    ids = np.arange(target.vocab_size) if draft.draft_ids is None else np.asarray(draft.draft_ids)
+    in_draft = np.isin(np.arange(target.vocab_size), ids)
+
+    @jax.jit
+    def eval_step(target_params: Any, params: Any, batch: dict) -> dict[str, jax.Array]:
+        hidden = model.hidden_states(target, target_params, batch["input_ids"])
+        teacher = model.logits(target, target_params, hidden[-1][:, :-1])
+        best = argmax_lowest(teacher)  # [B, T-1]
+        teacher = teacher if draft.draft_ids is None else jnp.take(teacher, ids, axis=-1)
+        written = batch["labels"] != IGNORED
+        scored = written[:, 1:] & written[:, :-1]
+        covered = scored & jnp.asarray(in_draft)[best]
+        valid_mask = batch["attention_mask"] > 0
+
+        def at_fill(fill: jax.Array) -> dict[str, jax.Array]:
+            out = draft_outputs(target, draft, params, hidden, valid_mask, fill, mask_mode)
+            student = pdm.logits(target, draft, params, target_params, out[:, :-1])
+            guess = jnp.asarray(ids, jnp.int32)[argmax_lowest(student)]
+            loss = kl_divergence(teacher, student, temperature) * temperature**2
+            return {
+                "loss": jnp.sum(jnp.where(covered, loss, 0.0), axis=1),
+                "n_covered": jnp.sum(covered, axis=1),
+                "agree_target": jnp.sum((guess == best) & scored, axis=1),
+                "agree_text": jnp.sum((guess == batch["input_ids"][:, 1:]) & scored, axis=1),
+            }
+
+        return jax.lax.map(at_fill, jnp.arange(1, draft.n_stages + 1))
+
+    return eval_step
+
+
+def lookup_counts(row: Row) -> tuple[int, int]:
+    """Counts the scored ids that a 2-gram lookup names, and the scored ids.
+
+    It proposes what followed the latest earlier occurrence of the last two ids.
+    """
+    followers: dict[tuple[int, int], int] = {}
+    hits = n_scored = 0
+    ids = row.ids.tolist()
+    for i in range(1, len(ids)):
+        pair = (ids[i - 2] if i >= 2 else -1, ids[i - 1])
+        if row.scored_mask[i] and row.scored_mask[i - 1]:
+            n_scored += 1
+            hits += followers.get(pair) == ids[i]
+        followers[pair] = ids[i]
+    return hits, n_scored
+
+
+def evaluate(
+    eval_step: EvalStep,
+    target_params: Any,
+    params: Any,
+    rows: Sequence[Row],
+    sequence_len: int,
+    batch_tokens: int,
+) -> dict[str, dict[str, Any]]:
+    """Scores held-out rows, all together ("all") and by the temperature they were written at.
+
+    Returns:
+      For each group: n_scored; loss, agree_target and agree_text as means over fills, the last
+      two also per fill 1..N (`*_by_fill`); coverage; lookup.
+    """
+    totals: dict[str, dict[str, Any]] = {}
+    for members, batch in ordered_batches(rows, sequence_len, batch_tokens):
+        sums = jax.device_get(eval_step(target_params, params, jax.device_put(batch)))
+        for b, row in enumerate(members):
+            hits, n_scored = lookup_counts(row)
+            for group in ("all", f"T={row.temperature:g}"):
+                total = totals.setdefault(group, {"lookup": 0, "n_scored": 0})
+                total["lookup"] += hits
+                total["n_scored"] += n_scored
+                for name in SUMS:
+                    total[name] = total.get(name, 0) + sums[name][:, b].astype(np.float64)
+    return {group: _rates(total) for group, total in sorted(totals.items())}
+
+
+def _rates(total: dict[str, Any]) -> dict[str, Any]:
+    n = max(total["n_scored"], 1)
+    rates = {
+        "n_scored": total["n_scored"],
+        "loss": float((total["loss"] / np.maximum(total["n_covered"], 1)).mean()),
+        "coverage": float(total["n_covered"].mean() / n),
+        "lookup": total["lookup"] / n,
+    }
+    for name in ("agree_target", "agree_text"):
+        rates[name] = float(total[name].mean() / n)
+        rates[f"{name}_by_fill"] = (total[name] / n).tolist()
+    return rates

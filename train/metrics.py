@@ -1,0 +1,136 @@
+"""metrics.jsonl, one JSON object a line, and the progress display."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spd_jax.weights.files import replace_file
+
+
+class MetricsFile:
+    """Appends records that carry a `step`; each is on disk when `write` returns.
+
+    Opening it for a run that resumes at `step` drops the records beyond that, which the
+    resumed run will write again.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if _is_before(line, step)]
+            if kept != lines:
+                replace_file(path, "".join(kept).encode())
+        self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _is_before(line: str, step: int) -> bool:
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False  # a line that a killed writer left unfinished
+
+
+class MeanMetrics:
+    """Means over the steps of a log interval, weighted by their valid positions, and speeds."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        self._sums = dict.fromkeys(("loss", "accuracy", "coverage", "grad_norm"), 0.0)
+        self._n_steps = self._n_valid = self._n_tokens = 0
+        self._seconds, self._resumed = 0.0, time.monotonic()
+
+    def add(self, metrics: dict[str, Any], n_tokens: int) -> None:
+        """Adds the metrics of a step and its number of tokens without padding."""
+        now = time.monotonic()
+        self._seconds, self._resumed = self._seconds + now - self._resumed, now
+        n_valid = int(metrics["n_valid"])
+        for name in self._sums:
+            self._sums[name] += float(metrics[name]) * n_valid
+        self._n_valid += n_valid
+        self._n_tokens += n_tokens
+        self._n_steps += 1
+
+    def restart_clock(self) -> None:
+        """Leaves out the time since the last `add`: an evaluation or a save."""
+        self._resumed = time.monotonic()
+
+    def take(self) -> dict[str, Any]:
+        """Returns the means and speeds since the last call."""
+        means = {name: total / max(self._n_valid, 1) for name, total in self._sums.items()}
+        seconds = max(self._seconds, 1e-9)
+        record = {
+            **means,
+            "n_valid": self._n_valid,
+            "tokens_per_second": self._n_tokens / seconds,
+            "scored_per_second": self._n_valid / seconds,
+            "seconds_per_step": seconds / max(self._n_steps, 1),
+        }
+        self._start()
+        return record
+
+
+class TrainProgress:
+    """A live bar on a terminal; elsewhere one plain line per record."""
+
+    def __init__(self, n_steps: int, step: int, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._n_steps = n_steps
+        columns = (
+            TextColumn("training"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+        )
+        self._bar = None
+        if self._console.is_terminal:
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("training", total=n_steps, completed=step, figures="")
+            self._bar.start()
+
+    def advance(self, step: int) -> None:
+        """Moves the bar to a step."""
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
+    def show(self, record: dict[str, Any], seconds_left: float) -> None:
+        """Shows the figures of a training record."""
+        figures = (
+            f"loss {record['loss']:.3f}  accuracy {record['accuracy']:.3f}  coverage "
+            f"{record['coverage']:.3f}  {record['tokens_per_second']:.0f} tok/s "
+            f"({record['scored_per_second']:.0f} scored)"
+        )
+        if self._bar:
+            self._bar.update(self._task, figures=figures)
+        else:
+            minutes = f"{seconds_left / 60:.0f} min left"
+            self.say(f"step {record['step']}/{self._n_steps}  {figures}  {minutes}")
+
+    def say(self, line: str) -> None:
+        """Prints a line above the bar."""
+        if self._bar:
+            self._console.print(line, highlight=False, markup=False)
+        else:
+            print(line, file=self._console.file, flush=True)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self._bar:
+            self._bar.stop()

@@ -1,0 +1,203 @@
+"""Writes on-policy training data: chats whose answers, and prompts where none are given, are the
+target's own.
+
+    python -m train.prepare --out data/train.jsonl --rows 2000
+
+One JSON object a line: `messages`, `input_ids`, `loss_mask` (1 = written by the target) and
+`temperature`. Rounds are appended whole; started again, it goes on after the last one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import tyro
+
+import spd_jax
+from spd_jax import ConfigError, SamplingConfig
+
+STEMS = Path(__file__).with_name("stems.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class PrepareConfig:
+    """What to write."""
+
+    out: Path  # JSONL file, appended to
+    rows: int = 2000  # conversations in the file when done
+    target: str = "smollm2-135m"  # whose text it is
+    prompts: Path | None = None  # JSONL with `turns` or `messages`; None: the target writes them
+    batch_size: int = 48  # conversations generated at once
+    temperatures: tuple[float, ...] = (0.0, 0.7)  # of the answers, one a round in turn
+    prompt_temperature: float = 1.0  # of self-written prompts
+    prompt_tokens: int = 64  # at most, of a self-written prompt
+    answer_tokens: int = 192  # at most, of an answer
+    seed: int = 0
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A conversation before its answer: ids, which of them the target wrote, and the text."""
+
+    ids: list[int]  # up to and including the generation prompt
+    loss_mask: list[int]  # one per id
+    user: str
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Returns the first user turn of each line (`turns` or `messages`).
+
+    Raises:
+      ConfigError: a line that is neither, with its number; a file with no prompt.
+    """
+    prompts = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                text = row["turns"][0] if "turns" in row else row["messages"][0]["content"]
+                if not isinstance(text, str) or not text.strip():
+                    raise ValueError("empty prompt")
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise ConfigError(
+                    f"{path}:{number}: expected an object with `turns` or `messages`, got "
+                    f"{line.strip()[:60]!r} ({error}); fix or remove the line"
+                ) from None
+            prompts.append(text)
+    if not prompts:
+        raise ConfigError(f"{path}: expected at least one prompt, got none")
+    return prompts
+
+
+def from_file(target, prompts: list[str], round_idx: int, size: int) -> list[Draft]:
+    """The next `size` prompts of the file, in order and around again."""
+    drafts = []
+    for idx in range(round_idx * size, (round_idx + 1) * size):
+        user = prompts[idx % len(prompts)]
+        ids = target.tokenizer.encode_chat(user)
+        drafts.append(Draft(ids, [0] * len(ids), user))
+    return drafts
+
+
+def self_written(target, config: PrepareConfig, round_idx: int) -> list[Draft]:
+    """Lets the target write user turns that go on from short stems."""
+    tokenizer = target.tokenizer
+    stems = [json.loads(line) for line in STEMS.read_text(encoding="utf-8").splitlines()]
+    rng = np.random.default_rng([config.seed, round_idx])
+    chosen = [stems[i] for i in rng.integers(len(stems), size=config.batch_size)]
+    marker = "\N{WHITE SQUARE}"
+    before, after = _around(tokenizer.encode_chat, marker, tokenizer)
+    starts = [before + tokenizer.encode(stem) for stem in chosen]
+    written = spd_jax.generate(
+        target,
+        starts,
+        max_new_tokens=config.prompt_tokens,
+        sampling=SamplingConfig(temperature=config.prompt_temperature),
+        seed=[_seed(config, round_idx, b) for b in range(config.batch_size)],
+    )
+    drafts = []
+    for start, result in zip(starts, written, strict=True):
+        new = [i for i in result.tokens if i not in target.stop_ids]
+        ids = start + new
+        mask = [0] * len(start) + [1] * len(new) + [0] * len(after)
+        drafts.append(Draft(ids + after, mask, tokenizer.decode(ids[len(before) :])))
+    return drafts
+
+
+def _around(encode_chat, marker: str, tokenizer) -> tuple[list[int], list[int]]:
+    """Token ids of the chat template before and after a user turn."""
+    whole, inner = encode_chat(marker), tokenizer.encode(marker)
+    for start in range(len(whole) - len(inner) + 1):
+        if whole[start : start + len(inner)] == inner:
+            return whole[:start], whole[start + len(inner) :]
+    raise ConfigError("the target's chat template changes the user's text; pass --prompts")
+
+
+def _seed(config: PrepareConfig, round_idx: int, b: int) -> int:
+    sequence = np.random.SeedSequence([config.seed, round_idx, b])
+    return int(sequence.generate_state(1)[0])
+
+
+def write_round(target, config: PrepareConfig, drafts: list[Draft], round_idx: int) -> list[dict]:
+    """Generates the answers of one round and returns its rows."""
+    temperature = config.temperatures[round_idx % len(config.temperatures)]
+    answers = spd_jax.generate(
+        target,
+        [draft.ids for draft in drafts],
+        max_new_tokens=config.answer_tokens,
+        sampling=SamplingConfig(temperature=temperature),
+        seed=[_seed(config, round_idx, b) ^ 1 for b in range(len(drafts))],
+    )
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": draft.user},
+                {"role": "assistant", "content": answer.text},
+            ],
+            "input_ids": draft.ids + answer.tokens,
+            "loss_mask": draft.loss_mask + [1] * len(answer.tokens),
+            "temperature": temperature,
+        }
+        for draft, answer in zip(drafts, answers, strict=True)
+    ]
+
+
+def whole_rows(path: Path) -> Iterator[str]:
+    """Yields the complete lines of a file that an interrupted run may have left cut."""
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from (line for line in lines if line.endswith("\n"))
+
+
+def resume(config: PrepareConfig) -> int:
+    """Cuts the file back to whole rounds and returns how many there are."""
+    rows = list(whole_rows(config.out))
+    n_rounds = len(rows) // config.batch_size
+    kept = "".join(rows[: n_rounds * config.batch_size])
+    if config.out.exists():
+        os.truncate(config.out, len(kept.encode("utf-8")))
+    return n_rounds
+
+
+def main(config: PrepareConfig) -> None:
+    """Generates rounds until the file holds enough rows."""
+    target = spd_jax.load_target(config.target, config.dtype)
+    if target.tokenizer is None:
+        raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    prompts = read_prompts(config.prompts) if config.prompts else None
+    first, began, n_tokens = resume(config), time.perf_counter(), 0
+    n_rounds = -(-config.rows // config.batch_size)
+    for round_idx in range(first, n_rounds):
+        if prompts is None:
+            drafts = self_written(target, config, round_idx)
+        else:
+            drafts = from_file(target, prompts, round_idx, config.batch_size)
+        rows = write_round(target, config, drafts, round_idx)
+        with config.out.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+            file.flush()
+            os.fsync(file.fileno())
+        n_tokens += sum(sum(row["loss_mask"]) for row in rows)
+        rate = n_tokens / (time.perf_counter() - began)
+        print(
+            f"round {round_idx + 1}/{n_rounds}: {n_tokens} tokens written, {rate:.0f} a second",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(PrepareConfig, description=__doc__))
+    except ConfigError as error:
+        print(f"train.prepare: {error}", file=sys.stderr)
+        sys.exit(2)

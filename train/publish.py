@@ -1,0 +1,57 @@
+"""The head directories of a run: what `--draft` takes, one beside each checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from spd_jax.config import DraftConfig, TargetConfig
+from spd_jax.weights.heads import save_head
+from train.config import TrainConfig
+
+
+def save_run_head(
+    directory: Path,
+    position: int,
+    config: TrainConfig,
+    draft: DraftConfig,
+    target: TargetConfig,
+    params: Any,
+    figures: dict[str, Any] | None,
+) -> None:
+    """Writes directory/<position> in bfloat16 and removes all but the newest `config.keep`.
+
+    Raises:
+      ConfigError: the disk refuses.
+    """
+    card = model_card(position, config, draft, figures)
+    save_head(directory / str(position), draft, target, jax.device_get(params), card)
+    numbered = sorted((int(p.name), p) for p in directory.iterdir() if p.name.isdecimal())
+    for _, path in numbered[: -config.keep]:
+        shutil.rmtree(path)
+
+
+def model_card(
+    position: int, config: TrainConfig, draft: DraftConfig, figures: dict[str, Any] | None
+) -> str:
+    """Returns the card of a head (Markdown)."""
+    n_ids = "all" if draft.draft_ids is None else len(draft.draft_ids)
+    lines = [
+        f"# Pipeline draft module for {config.target}",
+        "",
+        f"- trained for {draft.n_stages} stages, anchors {list(draft.anchors)}, "
+        f"{draft.n_layers} layers, {n_ids} draft ids",
+        f"- {position} batches of up to {config.batch_tokens} tokens, distilled from the target "
+        f"(sha256 {draft.target_sha256}) on text it wrote itself",
+    ]
+    for group, rates in (figures or {}).items():
+        lines.append(
+            f"- held out, {group}: agreement with the text {rates['agree_text']:.3f}, with the "
+            f"target's choice {rates['agree_target']:.3f} (mean over fills 1..N); 2-gram lookup "
+            f"{rates['lookup']:.3f}; {rates['n_scored']} positions"
+        )
+    lines += ["", "The head fits this target's weights only; other weights are refused.", ""]
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""run.json, the record of a run: its settings, its draft (with the draft ids) and its data.
+
+A resumed run takes the draft from here; it may not change what the parameters' shapes hang on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from spd_jax.config import ConfigError, DraftConfig, from_fields
+from spd_jax.weights.files import read_json, replace_file
+from train.config import TrainConfig
+
+NAME = "run.json"
+ORDER_FIELDS = ("seed", "sequence_len", "batch_tokens")  # these and the data set the batches
+
+
+def write_record(workdir: Path, config: TrainConfig, draft: DraftConfig, data_sha256: str) -> None:
+    """Writes the record, replacing an earlier one.
+
+    Raises:
+      ConfigError: the disk refuses.
+    """
+    fields = {
+        "config": dataclasses.asdict(config),
+        "draft": dataclasses.asdict(draft),
+        "data_sha256": data_sha256,
+    }
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        replace_file(workdir / NAME, json.dumps(fields).encode())
+    except OSError as error:
+        raise ConfigError(f"{workdir}: cannot write there ({error}); change workdir") from None
+
+
+def read_draft(
+    workdir: Path, config: TrainConfig, fresh: DraftConfig, data_sha256: str
+) -> tuple[DraftConfig, list[str]]:
+    """Reads the draft of a run to resume, and lists in lines what else differs.
+
+    Args:
+      workdir: of the run.
+      config: the settings now.
+      fresh: the draft a new run would train, its ids aside.
+      data_sha256: of the data now.
+    Raises:
+      ConfigError: the settings ask for another draft than the record's.
+    """
+    fields = read_json(workdir / NAME)
+    draft = from_fields(DraftConfig, fields.get("draft", {}), str(workdir / NAME))
+    for field in dataclasses.fields(DraftConfig):
+        before, now = getattr(draft, field.name), getattr(fresh, field.name)
+        if field.name != "draft_ids" and before != now:
+            raise ConfigError(
+                f"the run in {workdir} trains a draft with {field.name} {before}, the settings "
+                f"say {now}; change it back or give a new workdir"
+            )
+    n_ids = None if draft.draft_ids is None else len(draft.draft_ids)
+    if n_ids != config.draft_vocab_size:
+        raise ConfigError(
+            f"the run in {workdir} has draft_vocab_size {n_ids}, the settings say "
+            f"{config.draft_vocab_size}; change it back or give a new workdir"
+        )
+    old, new, notes = fields.get("config", {}), dataclasses.asdict(config), []
+    if fields.get("data_sha256") != data_sha256:
+        notes.append("the training data differ from the run's so far; the new ones are used")
+    for name, value in json.loads(json.dumps(new)).items():
+        if name != "workdir" and old.get(name) != value:
+            what = "the order of the data" if name in ORDER_FIELDS else "the run"
+            notes.append(f"{name} was {old.get(name)}, is {value}: {what} differs from here on")
+    return draft, notes

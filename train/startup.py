@@ -1,0 +1,82 @@
+"""What the mains of this room do before and around their work: flags, errors, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import tyro
+
+from spd_jax.config import ConfigError
+
+Flags = TypeVar("Flags")
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+_BOX = "╭╮╰╯│─ "
+
+
+def say(line: str) -> None:
+    """Writes one line to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def parse_flags(
+    cls: type[Flags],
+    prog: str,
+    argv: Sequence[str] | None = None,
+    default: Flags | None = None,
+    description: str | None = None,
+) -> Flags:
+    """Builds the dataclass `cls` from the command line.
+
+    Raises:
+      SystemExit: a flag is unknown (a close one is suggested) or malformed: one line, code 2.
+      ConfigError: a value cannot be.
+    """
+    caught = io.StringIO()
+    keywords = {} if default is None else {"default": default}
+    try:
+        with contextlib.redirect_stderr(caught):
+            return tyro.cli(
+                cls,
+                prog=prog,
+                args=argv,
+                description=description,
+                config=(tyro.conf.FlagCreatePairsOff,) if default is None else (),
+                **keywords,
+            )
+    except SystemExit as stop:
+        if stop.code not in (0, None):
+            say(f"error: {_unboxed(caught.getvalue())}")
+        raise
+
+
+def _unboxed(text: str) -> str:
+    """Folds tyro's framed message into one line; the parts between its rules get a semicolon."""
+    parts: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line.startswith(("╭", "╰")):
+            continue
+        words = line.strip(_BOX)
+        if words:
+            parts[-1].append(words)
+        elif "─" in line:
+            parts.append([])
+    return "; ".join(" ".join(part) for part in parts if part)
+
+
+def run(main: Callable[[], int]) -> None:
+    """Runs a main and exits with its code; a ConfigError is one line on stderr and code 2."""
+    try:
+        code = main()
+    except KeyboardInterrupt:
+        say("stopped")
+        code = EXIT_INTERRUPTED
+    except ConfigError as error:
+        say(f"error: {' '.join(str(error).split())}")
+        code = EXIT_USER_ERROR
+    sys.exit(code)

@@ -1,0 +1,110 @@
+"""One training step: a simulated fill, the distillation loss, its gradient, an AdamW update.
+
+The target's parameters are an argument, not a constant of the program; the state is donated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from spd_jax.config import DraftConfig, TargetConfig
+from spd_jax.models.distill import distillation_loss
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "opt_state", "step", "skipped", "key"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a run carries from step to step; batch number step + skipped comes next."""
+
+    params: Any  # the draft's parameter tree, run dtype, updated by each step
+    opt_state: Any  # optax state of the same shapes, updated by each step
+    step: jax.Array  # int32 [], updates made
+    skipped: jax.Array  # int32 [], batches that had no valid position
+    key: jax.Array  # PRNG key [], constant: the key of a batch is folded in from its number
+
+    @property
+    def position(self) -> int:
+        """Batches read so far."""
+        return int(jax.device_get(self.step)) + int(jax.device_get(self.skipped))
+
+
+TrainStep = Callable[[TrainState, Any, dict], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
+    """Returns the state before the first step."""
+    # Two buffers, not one array twice: the step donates both.
+    zeros = jnp.zeros((), jnp.int32), jnp.array(0, jnp.int32)
+    return TrainState(params, optimizer.init(params), *zeros, key)
+
+
+def draw_fill(key: jax.Array, n_stages: int) -> jax.Array:
+    """Draws the simulated tokens in flight: N half of the time, else uniform from 1..N-1."""
+    full_key, fill_key = jax.random.split(key)
+    fill = jax.random.randint(fill_key, (), 1, n_stages)
+    return jnp.where(jax.random.bernoulli(full_key), n_stages, fill)
+
+
+def make_train_step(
+    target: TargetConfig,
+    draft: DraftConfig,
+    optimizer: optax.GradientTransformation,
+    *,
+    temperature: float = 1.0,
+    mask_mode: str = "exact",
+) -> TrainStep:
+    """Returns the compiled step (state, target_params, batch) -> (state, metrics).
+
+    A batch without a valid position changes nothing but the count of such batches.
+    """
+
+    def loss_fn(params: Any, target_params: Any, batch: dict, fill: jax.Array) -> Any:
+        return distillation_loss(
+            target,
+            draft,
+            target_params,
+            params,
+            batch,
+            fill=fill,
+            temperature=temperature,
+            mask_mode=mask_mode,
+        )
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, target_params: Any, batch: dict) -> Any:
+        key = jax.random.fold_in(state.key, state.step + state.skipped)
+        fill = draw_fill(key, draft.n_stages)
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            state.params, target_params, batch, fill
+        )
+
+        def update() -> TrainState:
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            return dataclasses.replace(
+                state, params=params, opt_state=opt_state, step=state.step + 1
+            )
+
+        def skip() -> TrainState:
+            return dataclasses.replace(state, skipped=state.skipped + 1)
+
+        state = jax.lax.cond(metrics["n_valid"] > 0, update, skip)
+        return state, {
+            "loss": loss,
+            "grad_norm": optax.global_norm(grads),
+            "fill": fill,
+            **metrics,
+        }
+
+    return train_step

@@ -1,0 +1,42 @@
+"""When a run ends early: a signal or its time limit, both noticed between two steps."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+
+
+class StopRequest:
+    """While entered, Ctrl-C and SIGTERM ask for a stop instead of ending the process.
+
+    A second Ctrl-C ends it at once.
+    """
+
+    def __init__(self, started: float, max_minutes: float | None) -> None:
+        self._deadline = None if max_minutes is None else started + 60 * max_minutes
+        self._signal: str | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = signal.Signals(number).name
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run should stop now; None while it should go on."""
+        if self._signal is not None:
+            return self._signal
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return "max_minutes"
+        return None
