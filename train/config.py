@@ -51,6 +51,8 @@ class TrainConfig:
     """Longest row in tokens; longer rows are cut and the loss is reported."""
     batch_tokens: int = 512
     """Tokens of a batch, padding included: as many rows of one length as fit."""
+    state_cache: bool = False
+    """Keep the target's hidden states of each row in workdir/states: later epochs read them."""
     epochs: float = 1.0
     """Passes over the training rows, where steps is None."""
     steps: int | None = None

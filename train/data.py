@@ -30,6 +30,7 @@ class Row(NamedTuple):
     ids: np.ndarray  # int32 [T]
     scored_mask: np.ndarray  # bool [T], True where the target wrote the id
     temperature: float  # the target wrote it at this temperature
+    number: int = -1  # its index in the corpus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def read_corpus(path: str | Path, vocab_size: int, sequence_len: int) -> Corpus:
         if not row or not row.scored_mask[1:].any():
             n_skipped += 1
             continue
-        rows.append(row)
+        rows.append(row._replace(number=len(rows)))
         digest.update(row.ids.tobytes() + row.scored_mask.tobytes())
     if not rows:
         raise ConfigError(
@@ -115,8 +116,9 @@ def _checked_row(fields: Any, where: str, vocab_size: int) -> Row:
     if not set(mask) <= {0, 1}:
         raise ConfigError(f"{where}: loss_mask must hold 0 and 1 only")
     temperature = fields.get("temperature", 1.0)
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise ConfigError(f"{where}: temperature must be a number, got {temperature!r}")
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not (is_number and 0 <= temperature < float("inf")):
+        raise ConfigError(f"{where}: temperature must be a number >= 0, got {temperature!r}")
     return Row(np.asarray(ids, np.int32), np.asarray(mask, bool), float(temperature))
 
 
@@ -152,16 +154,23 @@ def bucket_len(n_tokens: int, sequence_len: int) -> int:
 
 
 def make_batch(rows: Sequence[Row], n_rows: int, length: int) -> dict[str, np.ndarray]:
-    """Pads rows to the right, and with empty rows to `n_rows`: int32 [n_rows, length] each."""
+    """Pads rows to the right, and with empty rows to `n_rows`.
+
+    Returns:
+      input_ids, attention_mask and labels, int32 [n_rows, length]; row_numbers, int32 [n_rows],
+      -1 for an empty row.
+    """
     batch = {
         "input_ids": np.zeros((n_rows, length), np.int32),
         "attention_mask": np.zeros((n_rows, length), np.int32),
         "labels": np.full((n_rows, length), IGNORED, np.int32),
+        "row_numbers": np.full(n_rows, -1, np.int32),
     }
     for i, row in enumerate(rows):
         n = len(row.ids)
         batch["input_ids"][i, :n] = row.ids
         batch["attention_mask"][i, :n] = 1
+        batch["row_numbers"][i] = row.number
         batch["labels"][i, :n] = np.where(row.scored_mask, row.ids, IGNORED)
     return batch
 

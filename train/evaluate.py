@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from spd_jax.config import DraftConfig, TargetConfig
-from spd_jax.models import draft as pdm
-from spd_jax.models import target as model
-from spd_jax.models.distill import IGNORED, draft_outputs
-from spd_jax.ops.losses import kl_divergence
-from spd_jax.ops.sampling import argmax_lowest
+from spd_jax.models.distill import IGNORED
+from train.config import TrainConfig
 from train.data import Row, ordered_batches
+from train.scoring import score_positions
+from train.teacher import Teacher
 
 SUMS = ("loss", "n_covered", "agree_target", "agree_text")
 EvalStep = Callable[[Any, Any, dict], dict[str, jax.Array]]
@@ -29,30 +28,30 @@ def make_eval_step(
     target: TargetConfig, draft: DraftConfig, *, temperature: float = 1.0, mask_mode: str = "exact"
 ) -> EvalStep:
     """Returns the compiled (target_params, draft_params, batch) -> sums [N, B] per fill and row."""
-    ids = np.arange(target.vocab_size) if draft.draft_ids is None else np.asarray(draft.draft_ids)
-    in_draft = np.isin(np.arange(target.vocab_size), ids)
 
     @jax.jit
     def eval_step(target_params: Any, params: Any, batch: dict) -> dict[str, jax.Array]:
-        hidden = model.hidden_states(target, target_params, batch["input_ids"])
-        teacher = model.logits(target, target_params, hidden[-1][:, :-1])
-        best = argmax_lowest(teacher)  # [B, T-1]
-        teacher = teacher if draft.draft_ids is None else jnp.take(teacher, ids, axis=-1)
         written = batch["labels"] != IGNORED
         scored = written[:, 1:] & written[:, :-1]
-        covered = scored & jnp.asarray(in_draft)[best]
-        valid_mask = batch["attention_mask"] > 0
 
         def at_fill(fill: jax.Array) -> dict[str, jax.Array]:
-            out = draft_outputs(target, draft, params, hidden, valid_mask, fill, mask_mode)
-            student = pdm.logits(target, draft, params, target_params, out[:, :-1])
-            guess = jnp.asarray(ids, jnp.int32)[argmax_lowest(student)]
-            loss = kl_divergence(teacher, student, temperature) * temperature**2
+            scores = score_positions(
+                target,
+                draft,
+                target_params,
+                params,
+                batch,
+                fill=fill,
+                temperature=temperature,
+                mask_mode=mask_mode,
+            )
+            covered = scored & scores.covered_mask
+            next_ids = batch["input_ids"][:, 1:]
             return {
-                "loss": jnp.sum(jnp.where(covered, loss, 0.0), axis=1),
+                "loss": jnp.sum(jnp.where(covered, scores.loss, 0.0), axis=1),
                 "n_covered": jnp.sum(covered, axis=1),
-                "agree_target": jnp.sum((guess == best) & scored, axis=1),
-                "agree_text": jnp.sum((guess == batch["input_ids"][:, 1:]) & scored, axis=1),
+                "agree_target": jnp.sum((scores.guess == scores.best) & scored, axis=1),
+                "agree_text": jnp.sum((scores.guess == next_ids) & scored, axis=1),
             }
 
         return jax.lax.map(at_fill, jnp.arange(1, draft.n_stages + 1))
@@ -79,11 +78,11 @@ def lookup_counts(row: Row) -> tuple[int, int]:
 
 def evaluate(
     eval_step: EvalStep,
+    teacher: Teacher,
     target_params: Any,
     params: Any,
     rows: Sequence[Row],
-    sequence_len: int,
-    batch_tokens: int,
+    config: TrainConfig,
 ) -> dict[str, dict[str, Any]]:
     """Scores held-out rows, all together ("all") and by the temperature they were written at.
 
@@ -92,8 +91,8 @@ def evaluate(
       two also per fill 1..N (`*_by_fill`); coverage; lookup.
     """
     totals: dict[str, dict[str, Any]] = {}
-    for members, batch in ordered_batches(rows, sequence_len, batch_tokens):
-        sums = jax.device_get(eval_step(target_params, params, jax.device_put(batch)))
+    for members, batch in ordered_batches(rows, config.sequence_len, config.batch_tokens):
+        sums = jax.device_get(eval_step(target_params, params, teacher(batch)))
         for b, row in enumerate(members):
             hits, n_scored = lookup_counts(row)
             for group in ("all", f"T={row.temperature:g}"):
@@ -102,7 +101,16 @@ def evaluate(
                 total["n_scored"] += n_scored
                 for name in SUMS:
                     total[name] = total.get(name, 0) + sums[name][:, b].astype(np.float64)
-    return {group: _rates(total) for group, total in sorted(totals.items())}
+    return {group: _rates(total) for group, total in totals.items()}
+
+
+def describe_figures(figures: dict[str, dict[str, Any]]) -> str:
+    """Returns the figures of `evaluate` in one line."""
+    return "; ".join(
+        f"{group}: loss {r['loss']:.3f}, agrees with target {r['agree_target']:.3f}, with text "
+        f"{r['agree_text']:.3f} (lookup {r['lookup']:.3f})"
+        for group, r in figures.items()
+    )
 
 
 def _rates(total: dict[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,10 @@ class MetricsFile:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
-        """Closes the file."""
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
 
@@ -103,14 +105,22 @@ class TrainProgress:
         if self._console.is_terminal:
             self._bar = Progress(*columns, console=self._console)
             self._task = self._bar.add_task("training", total=n_steps, completed=step, figures="")
+
+    def __enter__(self) -> TrainProgress:
+        if self._bar:
             self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar:
+            self._bar.stop()
 
     def advance(self, step: int) -> None:
         """Moves the bar to a step."""
         if self._bar:
             self._bar.update(self._task, completed=step)
 
-    def show(self, record: dict[str, Any], seconds_left: float) -> None:
+    def show(self, record: dict[str, Any]) -> None:
         """Shows the figures of a training record."""
         figures = (
             f"loss {record['loss']:.3f}  accuracy {record['accuracy']:.3f}  coverage "
@@ -120,6 +130,7 @@ class TrainProgress:
         if self._bar:
             self._bar.update(self._task, figures=figures)
         else:
+            seconds_left = (self._n_steps - record["step"]) * record["seconds_per_step"]
             minutes = f"{seconds_left / 60:.0f} min left"
             self.say(f"step {record['step']}/{self._n_steps}  {figures}  {minutes}")
 
@@ -129,8 +140,3 @@ class TrainProgress:
             self._console.print(line, highlight=False, markup=False)
         else:
             print(line, file=self._console.file, flush=True)
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-        if self._bar:
-            self._bar.stop()

@@ -26,12 +26,12 @@ def learning_rate(config: TrainConfig, n_steps: int) -> optax.Schedule:
     return optax.join_schedules([rise, fall], [warmup])
 
 
-def make_optimizer(config: TrainConfig, n_steps: int) -> optax.GradientTransformation:
-    """Returns the update rule of a run of `n_steps`."""
+def make_optimizer(config: TrainConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Returns the update rule of a run."""
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
-            learning_rate(config, n_steps),
+            schedule,
             b1=0.9,
             b2=config.b2,
             weight_decay=config.weight_decay,

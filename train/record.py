@@ -15,6 +15,8 @@ from train.config import TrainConfig
 
 NAME = "run.json"
 ORDER_FIELDS = ("seed", "sequence_len", "batch_tokens")  # these and the data set the batches
+LOSS_FIELDS = ("steps", "epochs", "lr", "warmup_steps", "schedule", "clip_norm", "b2")
+LOSS_FIELDS += ("weight_decay", "temperature", "mask_mode", "dtype")  # others change no figure
 
 
 def write_record(workdir: Path, config: TrainConfig, draft: DraftConfig, data_sha256: str) -> None:
@@ -63,11 +65,12 @@ def read_draft(
             f"the run in {workdir} has draft_vocab_size {n_ids}, the settings say "
             f"{config.draft_vocab_size}; change it back or give a new workdir"
         )
-    old, new, notes = fields.get("config", {}), dataclasses.asdict(config), []
+    old, notes = fields.get("config", {}), []
     if fields.get("data_sha256") != data_sha256:
         notes.append("the training data differ from the run's so far; the new ones are used")
-    for name, value in json.loads(json.dumps(new)).items():
-        if name != "workdir" and old.get(name) != value:
-            what = "the order of the data" if name in ORDER_FIELDS else "the run"
-            notes.append(f"{name} was {old.get(name)}, is {value}: {what} differs from here on")
+    for name in ORDER_FIELDS + LOSS_FIELDS:
+        before, now = old.get(name), getattr(config, name)
+        if before != now:
+            what = "batches come in another order" if name in ORDER_FIELDS else "this holds"
+            notes.append(f"{name} was {before} and is {now}: {what} from here on")
     return draft, notes

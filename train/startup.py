@@ -46,7 +46,7 @@ def parse_flags(
                 prog=prog,
                 args=argv,
                 description=description,
-                config=(tyro.conf.FlagCreatePairsOff,) if default is None else (),
+                config=(tyro.conf.FlagConversionOff,),  # every flag takes a value
                 **keywords,
             )
     except SystemExit as stop:

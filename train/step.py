@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from spd_jax.config import DraftConfig, TargetConfig
-from spd_jax.models.distill import distillation_loss
+from spd_jax.models.distill import IGNORED
+from spd_jax.ops.losses import masked_mean
+from train.scoring import score_positions
 
 
 @functools.partial(
@@ -60,17 +62,20 @@ def make_train_step(
     target: TargetConfig,
     draft: DraftConfig,
     optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
     *,
     temperature: float = 1.0,
     mask_mode: str = "exact",
 ) -> TrainStep:
     """Returns the compiled step (state, target_params, batch) -> (state, metrics).
 
+    `schedule` is only reported; `batch` is one of `data.training_batches` with the outputs of `teacher.Teacher`.
+
     A batch without a valid position changes nothing but the count of such batches.
     """
 
     def loss_fn(params: Any, target_params: Any, batch: dict, fill: jax.Array) -> Any:
-        return distillation_loss(
+        scores = score_positions(
             target,
             draft,
             target_params,
@@ -80,6 +85,13 @@ def make_train_step(
             temperature=temperature,
             mask_mode=mask_mode,
         )
+        labelled = batch["labels"][:, 1:] != IGNORED
+        valid = labelled & scores.covered_mask
+        return masked_mean(scores.loss, valid), {
+            "accuracy": masked_mean((scores.guess == scores.best).astype(jnp.float32), valid),
+            "coverage": masked_mean(scores.covered_mask.astype(jnp.float32), labelled),
+            "n_valid": jnp.sum(valid),
+        }
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, target_params: Any, batch: dict) -> Any:
@@ -99,9 +111,11 @@ def make_train_step(
         def skip() -> TrainState:
             return dataclasses.replace(state, skipped=state.skipped + 1)
 
+        lr = schedule(state.step)
         state = jax.lax.cond(metrics["n_valid"] > 0, update, skip)
         return state, {
             "loss": loss,
+            "lr": jnp.asarray(lr),
             "grad_norm": optax.global_norm(grads),
             "fill": fill,
             **metrics,

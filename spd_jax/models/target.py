@@ -6,6 +6,7 @@ Parameters (every matrix [out, in], one tree per layer, never stacked):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -99,6 +100,14 @@ def head_weight(params: dict) -> jax.Array:
 def logits(config: TargetConfig, params: dict, x: jax.Array) -> jax.Array:
     """Returns float32 logits [..., V] of hidden states of index L."""
     return linear(normed(config, params, x), head_weight(params)).astype(jnp.float32)
+
+
+@functools.cache
+def layer_shapes(config: TargetConfig) -> dict:
+    """The parameter tree of one layer as abstract float32 arrays."""
+    x, zero = jnp.zeros((1, 1, config.d_model)), jnp.zeros((1, 1), jnp.int32)
+    init = functools.partial(DecoderLayer(config).init, x=x, positions=zero, mask=causal_mask(1))
+    return jax.eval_shape(init, jax.random.key(0))["params"]
 
 
 def init_params(config: TargetConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict:

@@ -1,0 +1,153 @@
+"""One lockstep cycle: every stage moves one token on while the draft module proposes the next.
+
+compute (a branch per rank) -> write cache rows -> gather hidden states -> heads -> control.
+Two collectives. Features are read as they were at the start of the cycle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spd_jax.models.aggregate import make_row, normalise
+from spd_jax.models.cache import write_row
+from spd_jax.pipeline.comm import Comm
+from spd_jax.pipeline.heads import Heads, choose, local_best
+from spd_jax.pipeline.spec import EngineSpec
+from spd_jax.pipeline.stages import run_draft, run_stage
+from spd_jax.pipeline.state import PipelineState
+from spd_jax.pipeline.verify import control
+from spd_jax.pipeline.weights import EngineWeights
+
+
+def run_cycle(
+    spec: EngineSpec,
+    comm: Comm,
+    weights: EngineWeights,
+    state: PipelineState,
+    prompt_lens: jax.Array,
+    stop_ids: jax.Array,
+    limit: jax.Array,
+) -> PipelineState:
+    """Advances every running sequence by one cycle."""
+    n = spec.n_stages
+    with jax.named_scope("compute"):
+        sent, caches = _compute(spec, comm, weights, state)
+    with jax.named_scope("exchange"):
+        gathered = comm.gather_ranks(sent)[:, :, :, 0]  # [N+1, K, B, D]
+    with jax.named_scope("heads"):
+        ids, rows = _heads(spec, comm, weights.heads, state, gathered[n - 1, 0], gathered[n, 0])
+    with jax.named_scope("control"):
+        new, reject = control(state, prompt_lens, stop_ids, limit, n, ids[0], ids[1])
+        entering = jnp.where(reject[:, None], rows[0], rows[1])
+        hidden = jnp.concatenate([entering[None], gathered[: n - 1, 0]])
+        ring = _update_ring(spec, state, gathered, entering, new.newest)
+    return dataclasses.replace(new, caches=caches, hidden=hidden, ring=ring)
+
+
+def _compute(
+    spec: EngineSpec, comm: Comm, weights: EngineWeights, state: PipelineState
+) -> tuple[list[jax.Array], list]:
+    """Runs every local rank's work and writes the new cache rows."""
+    n = spec.n_stages
+    running = ~state.done
+    sent, caches = [], []
+    for rank, layers, cache in zip(comm.ranks, weights.ranks, state.caches, strict=True):
+        # The PDM keeps one row, the newest completed token's; a stage the row of its own token.
+        in_flight = running & (rank < state.fill)
+        position = jnp.maximum(state.newest - rank, 0)
+
+        def stage(rank=rank, layers=layers, cache=cache, position=position):
+            x = lax.dynamic_index_in_dim(state.hidden, jnp.minimum(rank, n - 1), keepdims=False)
+            x, where = x[:, None], position[:, None]
+            return run_stage(spec, comm, rank, layers, cache, x, where, position)
+
+        def draft(layers=layers, cache=cache):
+            return _draft(spec, comm, weights.projs, layers, cache, state)
+
+        is_draft = rank == n
+        active = jnp.any(in_flight | (running & is_draft))
+        out, rows = comm.run(rank, active, stage, draft)
+        keep = in_flight | (running & is_draft)
+        position = jnp.where(is_draft, state.newest - state.fill, position)
+        spare = cache[0]["v"].shape[2] - 1
+        where = jnp.where(keep, position, spare)
+        caches.append([write_row(*pair, where) for pair in zip(cache, rows, strict=True)])
+        sent.append(out)
+    return sent, caches
+
+
+def _draft(
+    spec: EngineSpec,
+    comm: Comm,
+    projs: list[dict],
+    layers: list[dict],
+    cache: list,
+    state: PipelineState,
+):
+    """Aggregates and runs rows p-f (completed) and p-f+1..p (in flight), newest last."""
+    n = spec.n_stages
+    age = jnp.arange(n, -1, -1)  # of row j: its token is p - age
+    positions = state.newest[:, None] - age  # [B, N+1]
+    slots = jnp.mod(positions, n + 1)[:, :, None, None]
+    features = jnp.take_along_axis(state.ring, slots, axis=1)  # [B, N+1, M, D]
+    features = normalise(spec.draft, features, spec.target.norm_eps)
+    completed = age[None] == state.fill[:, None]  # [B, N+1]
+    oldest = jnp.take_along_axis(features, (n - state.fill)[:, None, None, None], axis=1)
+    oldest = make_row(projs, oldest, spec.row_types[n])  # [B, 1, D]
+    rows = [oldest] + [
+        make_row(projs, features[:, j : j + 1], spec.row_types[n - j]) for j in range(1, n + 1)
+    ]
+    rows = jnp.where(completed[..., None], oldest, jnp.concatenate(rows, axis=1))
+    valid = age[None] <= state.fill[:, None]
+    mask = (age[:, None] <= age[None, :])[None] & valid[:, None, :]
+    return run_draft(
+        spec,
+        comm,
+        layers,
+        cache,
+        rows,
+        jnp.maximum(positions, 0),
+        mask,
+        state.newest - state.fill,
+        kept=n - state.fill,
+    )
+
+
+def _heads(
+    spec: EngineSpec,
+    comm: Comm,
+    heads: Heads,
+    state: PipelineState,
+    leaving: jax.Array,
+    drafted: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ids [2, B] and embedding rows [2, B, D]: the target's token, the draft's token."""
+    draft = local_best(heads, comm, drafted, *heads.draft_rows())
+
+    def verify():
+        return local_best(heads, comm, leaving, *heads.target_rows())
+
+    any_full = jnp.any(~state.done & (state.fill == spec.n_stages))
+    target = lax.cond(any_full, verify, lambda: jnp.zeros_like(draft))
+    return choose(comm, jnp.stack([target, draft]), leaving.dtype)
+
+
+def _update_ring(
+    spec: EngineSpec,
+    state: PipelineState,
+    gathered: jax.Array,
+    entering: jax.Array,
+    newest: jax.Array,
+) -> jax.Array:
+    """Stores the anchors that tokens passed in this cycle, and the entering token's embedding."""
+    size = spec.n_stages + 1
+    batch = jnp.arange(newest.shape[0])
+    ring = state.ring.at[batch, newest % size, 0].set(entering)
+    for m, (stage, k) in enumerate(spec.anchor_sites, start=1):
+        slot = jnp.where(stage < state.fill, (state.newest - stage) % size, size)
+        ring = ring.at[batch, slot, m].set(gathered[stage, k], mode="drop")
+    return ring

@@ -1,0 +1,222 @@
+"""Puts parameters where the engine reads them.
+
+Virtual mode shares the per-layer arrays. On a mesh, layer slot p is one leaf [R, ...] per kind of
+array: rank s < N holds the p-th layer of stage s there, rank N the p-th layer of the draft
+module. A rank without such an array holds zeros; `wasted_bytes` counts them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spd_jax.config import PipelineConfig, TargetConfig
+from spd_jax.models import draft as pdm
+from spd_jax.models import target as model
+from spd_jax.pipeline.comm import AXIS
+from spd_jax.pipeline.heads import Heads, shard_ids
+from spd_jax.pipeline.spec import EngineSpec
+from spd_jax.pipeline.slots import leaf_key
+from spd_jax.pipeline.weights import EngineWeights
+
+ON_RANK = PartitionSpec(AXIS)
+EVERYWHERE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a target's parameters are sharded: by which stages, over which devices."""
+
+    pipeline: PipelineConfig
+    mesh: Mesh
+
+
+def local_weights(
+    spec: EngineSpec, target_params: dict, draft_params: dict
+) -> EngineWeights:
+    """The engine's view of per-layer parameters on one device; copies nothing."""
+    starts = spec.pipeline.starts
+    stages = [
+        list(target_params["layers"][starts[s] : starts[s + 1]]) for s in range(spec.n_stages)
+    ]
+    ids = spec.draft.draft_ids
+    own = spec.draft.head == "own" or ids is not None
+    heads = Heads(
+        final_norm=target_params["final_norm"]["weight"],
+        embed=target_params["embed"]["weight"],
+        target=None if spec.target.tied_embeddings else target_params["lm_head"]["weight"],
+        target_ids=jnp.arange(spec.target.vocab_size, dtype=jnp.int32),
+        draft=pdm.head_weight(spec.draft, draft_params, target_params) if own else None,
+        draft_ids=jnp.asarray(_draft_ids(spec)) if own else None,
+        norm_eps=spec.target.norm_eps,
+    )
+    return EngineWeights([*stages, list(draft_params["layers"])], draft_params["projs"], heads)
+
+
+def shard_target(params: dict, config: TargetConfig, layout: Layout) -> dict:
+    """Returns the target's parameters as {"slots", "embed", "final_norm", "lm_head"} on a mesh."""
+    pipeline, n_ranks = layout.pipeline, layout.mesh.devices.size
+    slots = []
+    for p in range(pipeline.max_layers):
+        slot = {}
+        for s in range(pipeline.n_stages):
+            if p < pipeline.stage_layers[s]:
+                for key, leaf in _leaves(params["layers"][pipeline.starts[s] + p]):
+                    slot.setdefault(key, [None] * n_ranks)[s] = leaf
+        slots.append({key: _stack(parts, layout.mesh) for key, parts in slot.items()})
+    table = shard_ids(np.arange(config.vocab_size), n_ranks)
+    sharded = {"slots": slots, "final_norm": _replicate(params["final_norm"], layout.mesh)}
+    for name in ("embed", "lm_head"):
+        if name in params:
+            sharded[name] = {"weight": _shard_rows(params[name]["weight"], table, layout.mesh)}
+    return sharded
+
+
+def unshard_target(sharded: dict, config: TargetConfig, layout: Layout) -> dict:
+    """The inverse of `shard_target`: one array per layer, on the first device."""
+    pipeline = layout.pipeline
+    shapes = model.layer_shapes(config)
+    layers = []
+    for s in range(pipeline.n_stages):
+        for p in range(pipeline.stage_layers[s]):
+            slot = sharded["slots"][p]
+            layers.append(
+                jax.tree_util.tree_map_with_path(
+                    lambda path, x, slot=slot, s=s: jnp.asarray(
+                        _shards(slot[leaf_key(path, x.shape)])[s][0]
+                    ),
+                    shapes,
+                )
+            )
+    params: dict[str, Any] = {
+        "layers": layers,
+        "final_norm": jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), sharded["final_norm"]),
+    }
+    for name in ("embed", "lm_head"):
+        if name in sharded:
+            parts = np.stack([part[0] for part in _shards(sharded[name]["weight"])])
+            rows = parts.swapaxes(0, 1).reshape(-1, parts.shape[-1])  # id = j * R + shard
+            params[name] = {"weight": jnp.asarray(rows[: config.vocab_size])}
+    return params
+
+
+def mesh_weights(
+    spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh
+) -> EngineWeights:
+    """Adds the draft module to a sharded target: its layers on rank N, its head on all ranks."""
+    n_ranks = mesh.devices.size
+    slots = [dict(slot) for slot in sharded["slots"]]
+    while len(slots) < spec.draft.n_layers:
+        slots.append({})
+    for slot, layer in zip(slots, draft_params["layers"], strict=False):
+        for key, leaf in _leaves(layer):
+            parts = _shards(slot[key]) if key in slot else [None] * n_ranks
+            parts = [None if part is None else part[0] for part in parts]
+            slot[key] = _stack([*parts[:-1], leaf], mesh)
+    table = shard_ids(np.arange(spec.target.vocab_size), n_ranks)
+    own = spec.draft.head == "own" or spec.draft.draft_ids is not None
+    draft, draft_table = None, None
+    if own:
+        ids = _draft_ids(spec)
+        draft_table = shard_ids(ids, n_ranks)
+        if spec.draft.head == "own":
+            source, rows = draft_params["lm_head"]["weight"], np.searchsorted(ids, draft_table)
+            draft = _shard_rows(source, np.where(draft_table < 0, -1, rows), mesh)
+        else:
+            weight = sharded.get("lm_head", sharded["embed"])["weight"]
+            parts = [part[0] for part in _shards(weight)]
+            draft = _stack(
+                [_take_rows(part, ids // n_ranks, ids >= 0)
+                 for part, ids in zip(parts, draft_table, strict=True)],
+                mesh,
+            )  # fmt: skip
+    heads = Heads(
+        final_norm=sharded["final_norm"]["weight"],
+        embed=sharded["embed"]["weight"],
+        target=None if spec.target.tied_embeddings else sharded["lm_head"]["weight"],
+        target_ids=_place(table, mesh),
+        draft=draft,
+        draft_ids=None if draft_table is None else _place(draft_table, mesh),
+        norm_eps=spec.target.norm_eps,
+    )
+    return EngineWeights([slots], _replicate(draft_params["projs"], mesh), heads)
+
+
+def weight_specs(weights: EngineWeights) -> EngineWeights:
+    """The partition of mesh weights, leaf for leaf."""
+    specs = jax.tree.map(lambda _: ON_RANK, weights)
+    return dataclasses.replace(
+        specs,
+        projs=jax.tree.map(lambda _: EVERYWHERE, weights.projs),
+        heads=dataclasses.replace(specs.heads, final_norm=EVERYWHERE),
+    )
+
+
+def wasted_bytes(spec: EngineSpec, weights: EngineWeights) -> list[int]:
+    """Bytes of layer slots that hold nothing, per rank of a mesh."""
+    waste = []
+    target_keys = dict(_leaves(model.layer_shapes(spec.target)))
+    draft_keys = dict(_leaves(model.layer_shapes(spec.draft_layer)))
+    for rank in range(spec.n_stages + 1):
+        total = 0
+        for p, slot in enumerate(weights.ranks[0]):
+            if rank < spec.n_stages:
+                used = target_keys if p < spec.pipeline.stage_layers[rank] else {}
+            else:
+                used = draft_keys if p < spec.draft.n_layers else {}
+            total += sum(leaf.nbytes // leaf.shape[0] for k, leaf in slot.items() if k not in used)
+        waste.append(total)
+    return waste
+
+
+def _draft_ids(spec: EngineSpec) -> np.ndarray:
+    ids = spec.draft.draft_ids
+    return np.arange(spec.target.vocab_size) if ids is None else np.asarray(ids)
+
+
+def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield leaf_key(path, leaf.shape), leaf
+
+
+def _shards(array: jax.Array) -> list[np.ndarray]:
+    """The blocks [1, ...] of a leaf [R, ...], in rank order, on the host."""
+    shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
+    return [np.asarray(shard.data) for shard in shards]
+
+
+def _place(array: np.ndarray, mesh: Mesh) -> jax.Array:
+    return jax.device_put(array, NamedSharding(mesh, ON_RANK))
+
+
+def _replicate(tree: Any, mesh: Mesh) -> Any:
+    return jax.device_put(tree, NamedSharding(mesh, EVERYWHERE))
+
+
+def _stack(parts: list[Any], mesh: Mesh) -> jax.Array:
+    """One leaf [R, ...] of an array per rank; None is zeros."""
+    example = next(part for part in parts if part is not None)
+
+    def block(index: tuple[slice, ...]) -> np.ndarray:
+        part = parts[index[0].start or 0]
+        part = np.zeros(example.shape, example.dtype) if part is None else np.asarray(part)
+        return part[None]
+
+    shape = (len(parts), *example.shape)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, ON_RANK), block)
+
+
+def _take_rows(weight: Any, rows: np.ndarray, exists: np.ndarray) -> np.ndarray:
+    taken = np.asarray(weight)[np.maximum(rows, 0)]
+    return np.where(exists[:, None], taken, np.zeros_like(taken))
+
+
+def _shard_rows(weight: Any, table: np.ndarray, mesh: Mesh) -> jax.Array:
+    """Leaf [R, n, D] of the rows int [R, n] that each shard holds; -1 is a row of zeros."""
+    return _stack([_take_rows(weight, rows, rows >= 0) for rows in table], mesh)

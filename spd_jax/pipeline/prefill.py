@@ -1,0 +1,161 @@
+"""Pipelined prefill: chunk c of the prompt is at stage s in step c + s, at the PDM in c + N.
+
+All stages work at once; anchors wait in a ring of N + 1 chunks until the PDM has read them.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spd_jax.models.aggregate import make_row, normalise
+from spd_jax.models.cache import init_cache
+from spd_jax.models.layers import Rows
+from spd_jax.models.reference import is_stop
+from spd_jax.ops.attention import causal_mask
+from spd_jax.pipeline.comm import Comm
+from spd_jax.pipeline.heads import choose, embed_rows, local_best
+from spd_jax.pipeline.spec import EngineSpec
+from spd_jax.pipeline.stages import run_draft, run_stage
+from spd_jax.pipeline.state import PipelineState
+from spd_jax.pipeline.weights import EngineWeights
+
+PREFILL_CHUNK = 64
+
+
+def prefill_chunk_len(n_padded: int) -> int:
+    """Rows per chunk for prompts padded to n_padded, a power of two or a multiple of 128."""
+    return min(PREFILL_CHUNK, n_padded)
+
+
+def run_prefill(
+    spec: EngineSpec,
+    comm: Comm,
+    weights: EngineWeights,
+    caches: list[list[Rows]],
+    prompts: jax.Array,
+    prompt_lens: jax.Array,
+    stop_ids: jax.Array,
+    limit: jax.Array,
+    n_slots: int,
+) -> PipelineState:
+    """Fills all caches and commits the first token of each sequence.
+
+    Args:
+      caches: empty, per local rank and slot; prompts: int [B, T] right-padded.
+      prompt_lens: int [B]; stop_ids: int [n], -1 pads; limit: int scalar, max_new_tokens.
+      n_slots: size of the token buffers, at least max_new_tokens + N.
+    """
+    n, heads = spec.n_stages, weights.heads
+    n_batch, n_padded = prompts.shape
+    chunk = prefill_chunk_len(n_padded)
+    n_chunks = (jnp.max(prompt_lens) + chunk - 1) // chunk
+    embedded = embed_rows(heads, comm, prompts)  # [B, T, D]
+    dtype, width = embedded.dtype, embedded.shape[-1]
+    last_idx = prompt_lens - 1
+
+    def pick_last(picked: jax.Array, rows: jax.Array, c: jax.Array) -> jax.Array:
+        """Keeps each sequence's last prompt row [B, ...] out of chunk c's rows [B, C, ...]."""
+        offset = jnp.clip(last_idx - c * chunk, 0, chunk - 1)
+        offset = offset.reshape(-1, *[1] * (rows.ndim - 1))
+        row = jnp.take_along_axis(rows, offset, axis=1)[:, 0]
+        here = (last_idx // chunk == c).reshape(-1, *[1] * (row.ndim - 1))
+        return jnp.where(here, row, picked)
+
+    def step(t, carry):
+        caches, entered, ring, last_hidden, last_anchors = carry
+        start = jnp.clip(t, 0, n_padded // chunk - 1) * chunk
+        entered = entered.at[0].set(lax.dynamic_slice_in_dim(embedded, start, chunk, axis=1))
+        ring = ring.at[t % (n + 1), :, :, 0].set(entered[0])
+        features = ring[(t - n) % (n + 1)]  # of the chunk at the PDM
+        sent, caches = _compute_chunk(
+            spec, comm, weights, caches, t, n_chunks, chunk, entered, features
+        )
+        gathered = comm.gather_ranks(sent)  # [N+1, K, B, C, D]
+        for m, (stage, k) in enumerate(spec.anchor_sites, start=1):
+            ring = ring.at[(t - stage) % (n + 1), :, :, m].set(gathered[stage, k])
+        last_hidden = pick_last(last_hidden, gathered[n - 1, 0], t - n + 1)
+        last_anchors = pick_last(last_anchors, features, t - n)
+        entered = jnp.concatenate([entered[:1], gathered[: n - 1, 0]])
+        return caches, entered, ring, last_hidden, last_anchors
+
+    carry = (
+        caches,
+        jnp.zeros((n, n_batch, chunk, width), dtype),
+        jnp.zeros((n + 1, n_batch, chunk, spec.n_anchors, width), dtype),
+        jnp.zeros((n_batch, width), dtype),
+        jnp.zeros((n_batch, spec.n_anchors, width), dtype),
+    )
+    caches, _, _, last_hidden, anchors = lax.fori_loop(0, n_chunks + n, step, carry)
+
+    best = local_best(heads, comm, last_hidden, *heads.target_rows())
+    ids, rows = choose(comm, best[None], dtype)
+    first, entering = ids[0], rows[0]
+    batch = jnp.arange(n_batch)
+    ring = jnp.zeros((n_batch, n + 1, spec.n_anchors, width), dtype)
+    ring = ring.at[batch, last_idx % (n + 1)].set(anchors)
+    ring = ring.at[batch, prompt_lens % (n + 1), 0].set(entering)
+    ones = jnp.ones(n_batch, jnp.int32)
+    return PipelineState(
+        caches=caches,
+        hidden=jnp.zeros((n, n_batch, width), dtype).at[0].set(entering),
+        ring=ring,
+        tokens=jnp.zeros((n_batch, n_slots), jnp.int32).at[:, 0].set(first),
+        accepted=jnp.zeros((n_batch, n_slots), bool).at[:, 0].set(True),
+        newest=prompt_lens,
+        fill=ones,
+        n_committed=ones,
+        n_cycles=jnp.zeros(n_batch, jnp.int32),
+        done=is_stop(first, stop_ids) | (limit <= 1),
+    )
+
+
+def empty_caches(
+    spec: EngineSpec, n_slots: tuple[int, ...], n_batch: int, capacity: int, dtype: jnp.dtype
+) -> list[list[Rows]]:
+    """Returns zero caches: per rank, as many layer slots as `n_slots` says."""
+    return [
+        [init_cache(spec.target, n_batch, capacity, dtype) for _ in range(slots)]
+        for slots in n_slots
+    ]
+
+
+def _compute_chunk(spec, comm, weights, caches, t, n_chunks, chunk, entered, features):
+    """Runs every local rank on its chunk of step t and writes the new cache rows."""
+    n = spec.n_stages
+    n_batch = entered.shape[1]
+    sent, written = [], []
+    for rank, layers, cache in zip(comm.ranks, weights.ranks, caches, strict=True):
+        c = t - rank
+        active = (c >= 0) & (c < n_chunks)
+        start = jnp.clip(c, 0, n_chunks - 1) * chunk
+        positions = jnp.broadcast_to(start + jnp.arange(chunk), (n_batch, chunk))
+        cache_len = jnp.broadcast_to(start, (n_batch,))
+
+        def stage(rank=rank, layers=layers, cache=cache, where=positions, seen=cache_len):
+            x = lax.dynamic_index_in_dim(entered, jnp.minimum(rank, n - 1), keepdims=False)
+            return run_stage(spec, comm, rank, layers, cache, x, where, seen)
+
+        def draft(layers=layers, cache=cache, where=positions, seen=cache_len):
+            prepared = normalise(spec.draft, features, spec.target.norm_eps)
+            rows = make_row(weights.projs, prepared, spec.row_types[n])
+            return run_draft(spec, comm, layers, cache, rows, where, causal_mask(chunk), seen)
+
+        out, rows = comm.run(rank, active, stage, draft)
+        written.append(
+            [_write_if(active, *pair, start) for pair in zip(cache, rows, strict=True)]
+        )
+        sent.append(out)
+    return sent, written
+
+
+def _write_if(active: jax.Array, cache: Rows, rows: Rows, start: jax.Array) -> Rows:
+    """Writes a chunk's rows at start, or what is there already where not active."""
+    axes = {"k": 3, "v": 2}
+    written = {}
+    for name, axis in axes.items():
+        old = lax.dynamic_slice_in_dim(cache[name], start, rows[name].shape[axis], axis)
+        new = jnp.where(active, rows[name], old)
+        written[name] = lax.dynamic_update_slice_in_dim(cache[name], new, start, axis)
+    return written

@@ -1,0 +1,32 @@
+"""What the decode loop carries. Positions are absolute; rolling back is integer arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+
+from spd_jax.models.layers import Rows
+
+_FIELDS = [
+    "caches", "hidden", "ring", "tokens", "accepted", "newest", "fill", "n_committed",
+    "n_cycles", "done",
+]  # fmt: skip
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=_FIELDS, meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PipelineState:
+    """State between two cycles; donated. Only `caches` differ by rank, the rest is replicated."""
+
+    caches: list[list[Rows]]  # [local rank][layer slot]; K [B, G, E, S], V [B, G, S, E]; cycle
+    hidden: jax.Array  # [N, B, D], input of each stage in the next cycle; written by the cycle
+    ring: jax.Array  # [B, N+1, M, D], anchors of position x at x mod (N+1); cycle, as they pass
+    tokens: jax.Array  # int32 [B, slots], ids by position - prompt length; drafts in flight too
+    accepted: jax.Array  # bool [B, slots], the id is the first or an accepted draft; control
+    newest: jax.Array  # int32 [B], p, position of the newest token in flight; control
+    fill: jax.Array  # int32 [B], f, tokens in flight, 1..N; control
+    n_committed: jax.Array  # int32 [B], verified ids in `tokens`; control
+    n_cycles: jax.Array  # int32 [B], cycles run while not done; control
+    done: jax.Array  # bool [B], stopped or at the limit: nothing of it changes any more; control

@@ -1,0 +1,131 @@
+"""What the frozen target says about a row: the hidden states a draft needs, and its choices.
+
+Each row is computed once where a cache is kept: later epochs read it from disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spd_jax.config import ConfigError, DraftConfig, TargetConfig
+from spd_jax.models import target as model
+from spd_jax.ops.sampling import argmax_lowest
+from train.data import Corpus
+from train.scoring import kept_states
+
+
+class Teacher:
+    """Adds `states` [B, T, K, D] and `best` [B, T] to batches of one corpus."""
+
+    def __init__(
+        self,
+        target: TargetConfig,
+        draft: DraftConfig,
+        params: Any,
+        corpus: Corpus,
+        cache: StateCache | None = None,
+    ) -> None:
+        kept = kept_states(target, draft)
+
+        @jax.jit
+        def outputs(params: Any, input_ids: jax.Array, valid: jax.Array) -> tuple:
+            hidden = model.hidden_states(target, params, input_ids)
+            best = argmax_lowest(model.logits(target, params, hidden[-1]))
+            states = jnp.stack([hidden[b] for b in kept], axis=2)
+            return jnp.where(valid[..., None, None] > 0, states, 0), best
+
+        self._outputs, self._params, self._rows = outputs, params, corpus.rows
+        self._cache = cache
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Returns the batch on the device, with the target's outputs."""
+        batch = dict(batch)
+        numbers = [n for n in batch.pop("row_numbers").tolist() if n >= 0]
+        lens = [len(self._rows[n].ids) for n in numbers]
+        known = self._cache and self._cache.read(numbers, lens, batch["input_ids"].shape)
+        on_device = jax.device_put(batch)
+        if known:
+            states, best = jax.device_put(known)
+        else:
+            states, best = self._outputs(
+                self._params, on_device["input_ids"], on_device["attention_mask"]
+            )
+            if self._cache:
+                self._cache.write(numbers, lens, *jax.device_get((states, best)))
+        return {**on_device, "states": states, "best": best}
+
+
+class StateCache:
+    """The target's outputs for the rows of one corpus, in files named for all they hang on."""
+
+    def __init__(
+        self,
+        directory: Path,
+        corpus: Corpus,
+        kept: tuple[int, ...],
+        width: int,
+        dtype: Any,
+        target_sha256: str,
+    ) -> None:
+        """Opens the files, or makes them.
+
+        Raises:
+          ConfigError: the disk has no room for them.
+        """
+        identity = repr((corpus.sha256, target_sha256, kept, str(jnp.dtype(dtype))))
+        name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        self._starts = np.cumsum([0, *(len(row.ids) for row in corpus.rows)])
+        n_tokens = int(self._starts[-1])
+        shape = (n_tokens, len(kept), width)
+        self.n_bytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+        directory.mkdir(parents=True, exist_ok=True)
+        paths = [directory / f"{name}.{part}" for part in ("states", "best", "done")]
+        fresh = not all(path.exists() for path in paths)
+        free = shutil.disk_usage(directory).free
+        if fresh and free < 1.1 * self.n_bytes:
+            raise ConfigError(
+                f"{directory}: the target's states need {self.n_bytes / 1e9:.1f} GB, "
+                f"{free / 1e9:.1f} GB are free; set state_cache False or make room"
+            )
+        mode = "w+" if fresh else "r+"  # w+ makes a sparse file of zeros: nothing is done
+        self._states = np.memmap(paths[0], jnp.dtype(dtype), mode, shape=shape)
+        self._best = np.memmap(paths[1], np.int32, mode, shape=(n_tokens,))
+        self._done = np.memmap(paths[2], np.uint8, mode, shape=(len(corpus.rows),))
+
+    @property
+    def n_done(self) -> int:
+        """Rows whose outputs are there."""
+        return int(self._done.sum())
+
+    def read(
+        self, numbers: list[int], lens: list[int], shape: tuple[int, int]
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns states and choices of rows, zeros as padding; None unless all are there."""
+        if not self._done[numbers].all():
+            return None
+        states = np.zeros((*shape, *self._states.shape[1:]), self._states.dtype)
+        best = np.zeros(shape, np.int32)
+        for b, (number, n) in enumerate(zip(numbers, lens, strict=True)):
+            start = self._starts[number]
+            states[b, :n] = self._states[start : start + n]
+            best[b, :n] = self._best[start : start + n]
+        return states, best
+
+    def write(
+        self, numbers: list[int], lens: list[int], states: np.ndarray, best: np.ndarray
+    ) -> None:
+        """Keeps the outputs of rows."""
+        for b, (number, n) in enumerate(zip(numbers, lens, strict=True)):
+            start = self._starts[number]
+            self._states[start : start + n] = states[b, :n]
+            self._best[start : start + n] = best[b, :n]
+        self._states.flush()  # before the mark: a row that is marked is whole
+        self._best.flush()
+        self._done[numbers] = 1
