@@ -15,9 +15,8 @@ from typing import IO, Any, Literal
 
 from infer.startup import (
     EXIT_INTERRUPTED,
-    load_draft_or_random,
+    load_subject,
     parse_flags,
-    parse_stage_layers,
     run,
     say,
     start_devices,
@@ -44,8 +43,9 @@ class DecodeFlags:
     """Layers of each stage, like 6,6,6,6,6. None: as even as possible."""
     mesh: Literal["auto", "virtual"] = "auto"
     """auto: one device per stage where there are enough; virtual: all stages on one device."""
-    placement: str = "auto"
-    """Where the draft module runs: auto, or dedicated (a device of its own, stages + 1 in all)."""
+    placement: Literal["auto", "dedicated", "virtual"] = "auto"
+    """dedicated: one device per stage and one for the draft module; virtual: one for all; auto:
+    dedicated where there are enough devices."""
     cpu_devices: int | None = None
     """Split the CPU into this many virtual devices, to try the sharded mode on any machine."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -89,7 +89,6 @@ class TextSink:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     flags = parse_flags(DecodeFlags, "python -m infer.decode", argv)
-    stage_layers = parse_stage_layers(flags.stage_layers)
     start_devices(flags.cpu_devices)
 
     import spd_jax
@@ -97,34 +96,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     from infer.agreement import compare_tokens
     from infer.prompts import prompt_ids
 
-    say(f"loading {flags.target} ...")
-    target = spd_jax.load_target(flags.target, dtype=flags.dtype)
-    draft, draft_name = load_draft_or_random(
-        flags.draft, flags.target, target, flags.n_stages, flags.seed
-    )
+    subject = load_subject(flags)
+    target = subject.target
     (prompt,) = prompt_ids(target, flags.target, [flags.prompt])
-    n_stages = flags.n_stages or (len(stage_layers) if stage_layers else draft.config.n_stages)
-    pipeline = spd_jax.PipelineConfig(target.config.n_layers, n_stages, stage_layers)
-    say(
-        f"target {flags.target}, draft {draft_name}, {n_stages} stages of "
-        f"{','.join(map(str, pipeline.stage_layers))} layers, mesh {flags.mesh}, "
-        f"placement {flags.placement}"
-    )
     say("compiling the prefill and the decode cycle ...")
-
     sink = TextSink(target.tokenizer, sys.stderr if flags.json else sys.stdout)
     try:
         result = spd_jax.decode(
             target,
-            draft,
+            subject.draft,
             prompt,
             max_new_tokens=flags.max_new_tokens,
             seed=flags.seed,
-            n_stages=n_stages,
-            stage_layers=stage_layers,
-            mesh=None if flags.mesh == "auto" else flags.mesh,
-            placement=flags.placement,
-            on_tokens=sink.push,
+            on_tokens=lambda _, ids: sink.push(ids),
+            **subject.decode_settings,
         )
     except KeyboardInterrupt:
         return _end_interrupted(sink, flags.json)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from infer.startup import (
-    load_draft_or_random,
+    Subject,
+    load_subject,
     parse_flags,
-    parse_stage_layers,
     run,
     say,
     start_devices,
@@ -52,10 +52,12 @@ class EvaluateFlags:
     """Layers of each stage, like 6,6,6,6,6. None: as even as possible."""
     mesh: Literal["auto", "virtual"] = "auto"
     """auto: one device per stage where there are enough; virtual: all stages on one device."""
-    placement: str = "auto"
+    placement: Literal["auto", "dedicated", "virtual"] = "auto"
     """As in infer.decode."""
     cpu_devices: int | None = None
     """Split the CPU into this many virtual devices."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype that the target and the draft run in."""
     limit: int | None = None
     """Read only the first so many prompts of each file."""
     batch_size: int = 8
@@ -72,22 +74,13 @@ class EvaluateFlags:
     """Write the figures to this file, per set, pooled and per prompt."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What is measured, and the settings of its decodes."""
-
-    target: Any
-    draft: Any
-    bf16_target: Any  # None: not measured
-    n_stages: int
-    decode_settings: dict[str, Any]  # keywords of spd_jax.decode
-    max_new_tokens: int
-    compare: bool
-    sampled_temperature: float
-
-
 def evaluate_batch(
-    subject: Subject, rows: Sequence[Any], prompts: list[list[int]], seeds: list[int]
+    flags: EvaluateFlags,
+    subject: Subject,
+    bf16_target: Any,
+    rows: Sequence[Any],
+    prompts: list[list[int]],
+    first_seed: int,
 ) -> Iterator[Any]:
     """Decodes one batch in every way asked for; yields the counts of each prompt, in order."""
     import spd_jax
@@ -96,18 +89,20 @@ def evaluate_batch(
     from infer.lookup import lookup_hits
     from infer.teacher_forcing import draft_agreement
 
-    limit = {"max_new_tokens": subject.max_new_tokens}
+    limit = {"max_new_tokens": flags.max_new_tokens}
     decoded = spd_jax.decode(
         subject.target, subject.draft, prompts, **limit, **subject.decode_settings
     )
     greedy = bf16 = sampled = [None] * len(rows)
-    if subject.compare:
+    if not flags.skip_generate:
         greedy = spd_jax.generate(subject.target, prompts, **limit)
-    if subject.bf16_target is not None:
-        bf16 = spd_jax.generate(subject.bf16_target, prompts, **limit)
-    if subject.sampled_temperature:
-        sampling = spd_jax.SamplingConfig(temperature=subject.sampled_temperature)
-        sampled = spd_jax.generate(subject.target, prompts, sampling=sampling, seed=seeds, **limit)
+    if bf16_target is not None:
+        bf16 = spd_jax.generate(bf16_target, prompts, **limit)
+    if flags.sampled_temperature:
+        sampling = spd_jax.SamplingConfig(temperature=flags.sampled_temperature)
+        sampled = spd_jax.generate(
+            subject.target, prompts, sampling=sampling, seed=first_seed, **limit
+        )
 
     for row, prompt, result, ar, low, drawn in zip(
         rows, prompts, decoded, greedy, bf16, sampled, strict=True
@@ -139,42 +134,6 @@ def evaluate_batch(
         yield sample
 
 
-def load_subject(flags: EvaluateFlags) -> Subject:
-    """Loads the models; says what is measured.
-
-    Raises:
-      ConfigError: a file or a setting is wrong.
-    """
-    import spd_jax
-
-    stage_layers = parse_stage_layers(flags.stage_layers)
-    say(f"loading {flags.target} ...")
-    target = spd_jax.load_target(flags.target)
-    draft, draft_name = load_draft_or_random(
-        flags.draft, flags.target, target, flags.n_stages, flags.seed
-    )
-    n_stages = flags.n_stages or (len(stage_layers) if stage_layers else draft.config.n_stages)
-    pipeline = spd_jax.PipelineConfig(target.config.n_layers, n_stages, stage_layers)
-    layers = ",".join(map(str, pipeline.stage_layers))
-    say(f"target {flags.target}, draft {draft_name}, {n_stages} stages of {layers} layers")
-    with_bf16 = not (flags.skip_bf16 or flags.skip_generate)
-    return Subject(
-        target=target,
-        draft=draft,
-        bf16_target=spd_jax.load_target(flags.target, dtype="bfloat16") if with_bf16 else None,
-        n_stages=n_stages,
-        decode_settings={
-            "n_stages": n_stages,
-            "stage_layers": stage_layers,
-            "mesh": None if flags.mesh == "auto" else flags.mesh,
-            "placement": flags.placement,
-        },
-        max_new_tokens=flags.max_new_tokens,
-        compare=not flags.skip_generate,
-        sampled_temperature=flags.sampled_temperature,
-    )
-
-
 def write_json(path: str, record: dict[str, Any]) -> None:
     """Writes a JSON file whole or not at all.
 
@@ -200,6 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rich.console import Console
     from rich.progress import track
 
+    import spd_jax
     from infer.figures import set_figures, table_rows
     from infer.prompts import prompt_ids, read_prompts
     from infer.report import print_figures
@@ -217,15 +177,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not paths:
         raise ConfigError("--prompts needs at least one JSONL file, got none")
     rows = [row for path in paths for row in read_prompts(path, flags.limit)]
-    subject = load_subject(flags)
+    subject, bf16_target = load_subject(flags), None
+    if not (flags.skip_bf16 or flags.skip_generate):
+        bf16_target = spd_jax.load_target(flags.target, dtype="bfloat16")
     prompts = prompt_ids(subject.target, flags.target, [row.text for row in rows])
 
     samples = []
     starts = range(0, len(rows), flags.batch_size)
     for start in track(starts, "evaluating", console=Console(stderr=True)):
         batch = slice(start, start + flags.batch_size)
-        seeds = [flags.seed + i for i in range(start, start + len(rows[batch]))]
-        samples += evaluate_batch(subject, rows[batch], prompts[batch], seeds)
+        samples += evaluate_batch(
+            flags, subject, bf16_target, rows[batch], prompts[batch], flags.seed + start
+        )
 
     sets = {
         path: set_figures([s for s in samples if s.path == path], subject.n_stages)

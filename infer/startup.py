@@ -6,6 +6,7 @@ Nothing here imports jax at the top, so that `--help` is instant and `--cpu-devi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import sys
 from collections.abc import Callable, Sequence
@@ -110,24 +111,61 @@ def parse_stage_layers(text: str | None) -> tuple[int, ...] | None:
         ) from None
 
 
-def load_draft_or_random(
-    source: str | None, target_source: str, target: Any, n_stages: int | None, seed: int
-) -> tuple[Any, str]:
-    """Returns the draft module and its name for people.
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A target, its draft module, and how the two are to be run."""
 
-    The `tiny` target has no trained head; it gets a random one, and a line says so.
+    target: Any
+    draft: Any
+    n_stages: int
+    decode_settings: dict[str, Any]  # keywords of spd_jax.decode: stages, mesh, placement
+
+
+def load_subject(flags: Any) -> Subject:
+    """Loads what the flags name and says in one line what will run where.
+
+    Args:
+      flags: has target, draft, dtype, n_stages, stage_layers, mesh, placement and seed. The tiny
+        target has no trained head: without a draft it gets a random one, and a line says so.
+
+    Raises:
+      ConfigError: a file or a setting is wrong.
     """
+    import spd_jax
+    from spd_jax.pipeline.mesh import resolve_mesh
+
+    stage_layers = parse_stage_layers(flags.stage_layers)
+    say(f"loading {flags.target} ...")
+    target = spd_jax.load_target(flags.target, dtype=flags.dtype)
+    n_stages = flags.n_stages or (len(stage_layers) if stage_layers else None)
+    if flags.draft is None and flags.target == "tiny":
+        draft = _random_draft(target, n_stages, flags.seed)
+    else:
+        draft = spd_jax.load_draft(flags.draft, target)
+    n_stages = n_stages or draft.config.n_stages
+    pipeline = spd_jax.PipelineConfig(target.config.n_layers, n_stages, stage_layers)
+    mesh = None if flags.mesh == "auto" else flags.mesh
+    devices = resolve_mesh(mesh, flags.placement, n_stages)
+    where = (
+        "placement virtual, mode virtual (one device)"
+        if devices is None
+        else f"placement dedicated, mode sharded ({devices.size} devices)"
+    )
+    layers = ",".join(map(str, pipeline.stage_layers))
+    say(f"target {flags.target}, {draft.name}, {n_stages} stages of {layers} layers, {where}")
+    settings = {"n_stages": n_stages, "stage_layers": stage_layers, "mesh": mesh}
+    return Subject(target, draft, n_stages, {**settings, "placement": flags.placement})
+
+
+def _random_draft(target: Any, n_stages: int | None, seed: int) -> Any:
     import jax
 
     import spd_jax
-    from spd_jax.config import PipelineConfig
 
-    if source is not None or target_source != "tiny":
-        return spd_jax.load_draft(source, target), source or "shipped head"
     n_layers = target.config.n_layers
-    pipeline = PipelineConfig(n_layers, n_stages or min(5, n_layers))
+    pipeline = spd_jax.PipelineConfig(n_layers, n_stages or min(5, n_layers))
     config = spd_jax.DraftConfig(
         anchors=pipeline.default_anchors(), n_stages=pipeline.n_stages, n_layers=1
     )
-    say("note: no head is shipped for the tiny target; using one with random weights")
-    return spd_jax.init_draft(target, config, jax.random.key(seed)), "random head"
+    say("note: no head is shipped for the tiny target; using an untrained one, random in part")
+    return spd_jax.init_draft(target, config, jax.random.key(seed))

@@ -1,6 +1,23 @@
 """Speculative Pipeline Decoding in JAX: exact, fast decoding of one sequence over a pipeline."""
 
-from spd_jax.api import generate, load_target
-from spd_jax.config import ConfigError, DraftConfig, SamplingConfig
+from spd_jax.api import decode, draft_predictions, generate, pdm_loss, target_logits
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, SamplingConfig
+from spd_jax.loading import init_draft, load_draft, load_target
+from spd_jax.results import DecodeResult, DecodeStats
 
-__all__ = ["ConfigError", "DraftConfig", "SamplingConfig", "generate", "load_target"]
+__all__ = [
+    "ConfigError",
+    "DecodeResult",
+    "DecodeStats",
+    "DraftConfig",
+    "PipelineConfig",
+    "SamplingConfig",
+    "decode",
+    "draft_predictions",
+    "generate",
+    "init_draft",
+    "load_draft",
+    "load_target",
+    "pdm_loss",
+    "target_logits",
+]

@@ -1,34 +1,107 @@
-"""The public functions: load, decode, generate, score. Contracts are in each docstring."""
+"""The public functions that decode and score; loading is in `loading`."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from spd_jax.config import ConfigError, SamplingConfig
-from spd_jax.models import reference
-from spd_jax.models.bundle import Target
+from spd_jax.engines import build_engine, check_not_traced, whole_params
+from spd_jax.models import distill, reference
+from spd_jax.models import target as model
+from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.cache import bucket_capacity
+from spd_jax.ops.sampling import argmax_lowest
+from spd_jax.pipeline.loop import OnTokens, decode_batch
 from spd_jax.requests import Prompt, Request, make_request
 from spd_jax.results import DecodeResult, make_stats
-from spd_jax.weights import load_target_files
 
 GREEDY = SamplingConfig()
 AR_CHUNK_STEPS = 256  # steps per compiled call of `generate`
 TOKEN_BUCKET = 64  # the token buffers' size is a multiple of this
 
 
-def load_target(source: str, dtype: str = "float32") -> Target:
-    """Loads a target model."""
-    loaded = load_target_files(source, dtype)
-    params = jax.tree.map(jnp.asarray, loaded.params)
-    return Target(
-        params, loaded.config, loaded.tokenizer, loaded.stop_ids, loaded.sha256, str(source)
+def decode(
+    target: Target,
+    draft: Draft,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingConfig = GREEDY,
+    stop_ids: Sequence[int] | None = None,
+    seed: int | Sequence[int] = 0,
+    n_stages: int | None = None,
+    stage_layers: Sequence[int] | None = None,
+    mesh: Mesh | str | None = None,
+    placement: str = "auto",
+    chunk_cycles: int = 32,
+    on_tokens: OnTokens | None = None,
+) -> DecodeResult | list[DecodeResult]:
+    """Decodes with the target in a pipeline and the draft module beside it; exact.
+
+    The tokens are those of `generate`: the draft decides only how many cycles they take.
+
+    Args:
+      prompt: token ids, a string (chat template), or a list of either (a batch).
+      max_new_tokens: at least 1; prompt and new tokens must fit the model's context.
+      sampling: temperature 0 (greedy); others are not supported yet.
+      stop_ids: ids that end a text; None: the target's; (): never.
+      seed: of random draws, one or one per prompt; greedy decoding makes none.
+      n_stages: N, from 2 to the target's layers; None: what the draft was trained for.
+      stage_layers: layers of each stage; None: as even as possible.
+      mesh: None, "virtual" (all ranks on one device) or a 1-D Mesh of N + 1 devices.
+      placement: "auto" (sharded where there are N + 1 devices), "dedicated" or "virtual".
+      chunk_cycles: cycles per dispatch; the host looks at the result once per chunk.
+      on_tokens: called as on_tokens(index of the prompt, verified new ids) once per chunk.
+
+    Returns:
+      A `DecodeResult`, or a list of them in the prompts' order.
+
+    Raises:
+      ConfigError: the input cannot be decoded; the text says what to change.
+    """
+    check_not_traced(target, draft, "decode")
+    if sampling.temperature > 0:
+        raise ConfigError(
+            f"decode supports temperature 0 (greedy) only so far, got {sampling.temperature}; "
+            "use generate to sample"
+        )
+    if chunk_cycles < 1:
+        raise ConfigError(f"chunk_cycles must be at least 1, got {chunk_cycles}")
+    request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
+    engine = build_engine(target, draft, n_stages, stage_layers, mesh, placement)
+    decoded = decode_batch(
+        engine,
+        request.prompts,
+        request.prompt_lens,
+        request.stop_ids,
+        request.max_new_tokens,
+        chunk_cycles,
+        on_tokens,
     )
+    results = [
+        finish_result(
+            target,
+            request,
+            sequence.tokens,
+            decoded.prefill_seconds,
+            decoded.decode_seconds,
+            accepted=sequence.accepted,
+            cycles=sequence.cycles,
+            n_stages=engine.spec.n_stages,
+            mode=engine.mode,
+            placement=engine.placement,
+            devices=engine.n_devices,
+        )
+        for sequence in decoded.sequences
+    ]
+    return results[0] if request.single else results
 
 
 def generate(
@@ -62,7 +135,7 @@ def generate(
         max(request.prompts.shape[1], int(request.prompt_lens.max()) + max_new_tokens)
     )
     limit, lens = jnp.int32(max_new_tokens), jnp.asarray(request.prompt_lens)
-    params, stops = target.params, jnp.asarray(request.stop_ids)
+    params, stops = whole_params(target), jnp.asarray(request.stop_ids)
     static = {"config": target.config, "sampling": sampling}
     args = (params, jnp.asarray(request.prompts), lens, request.keys, stops, limit)
     start = reference.start_ar.compile(*args, capacity=capacity, n_slots=n_slots, **static)
@@ -104,3 +177,82 @@ def finish_result(
     )
     text = None if target.tokenizer is None else target.tokenizer.decode(tokens)
     return DecodeResult(tokens, accepted, cycles, text, "stop" if stopped else "length", stats)
+
+
+def target_logits(
+    target: Target, input_ids: Sequence[int] | jax.Array, *, hidden_states: bool = False
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Returns the target's float32 logits [T, V] of one sequence of ids [T].
+
+    With hidden_states=True also the hidden states [L+1, T, D]: index 0 is the embedding, index L
+    the last layer's output before the final norm.
+    """
+    input_ids = jnp.asarray(input_ids)
+    if input_ids.ndim != 1 or input_ids.shape[0] == 0:
+        raise ConfigError(f"input_ids must be [T] with T of at least 1, got {input_ids.shape}")
+    logits, hidden = _score(whole_params(target), input_ids[None], target.config)
+    return (logits, hidden) if hidden_states else logits
+
+
+def pdm_loss(
+    target: Target,
+    draft: Draft,
+    batch: dict[str, jax.Array],
+    *,
+    fill: jax.Array | int,
+    temperature: float = 1.0,
+    mask_mode: str = "exact",
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The distillation loss of a draft module on a batch; differentiable in both pytrees.
+
+    Args:
+      batch: input_ids, attention_mask and labels, int [B, T]; label -100 is ignored, label t is
+        scored against the prediction made at t-1.
+      fill: tokens in flight to simulate, 1..N.
+      temperature: of both distributions; the loss is multiplied by its square.
+      mask_mode: "exact" (what decoding does) or "reference" (as published).
+
+    Returns:
+      The loss (mean KL over valid positions) and metrics: accuracy, coverage, n_valid.
+    """
+    return distill.distillation_loss(
+        target.config,
+        draft.config,
+        whole_params(target),
+        draft.params,
+        batch,
+        fill=fill,
+        temperature=temperature,
+        mask_mode=mask_mode,
+    )
+
+
+def draft_predictions(
+    target: Target,
+    draft: Draft,
+    input_ids: Sequence[int] | jax.Array,
+    *,
+    fill: int,
+    mask_mode: str = "exact",
+) -> jax.Array:
+    """Returns int32 [T]: what the draft proposes to follow each position, fed the true ids [T]."""
+    ids = jnp.asarray(input_ids)[None]
+    params = whole_params(target)
+    return _predict(params, draft.params, ids, fill, target.config, draft.config, mask_mode)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(2,))
+def _score(params, input_ids, config):
+    hidden = model.hidden_states(config, params, input_ids)
+    return model.logits(config, params, hidden[-1])[0], jnp.concatenate(hidden)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _predict(params, draft_params, input_ids, fill, config, draft, mask_mode):
+    hidden = model.hidden_states(config, params, input_ids)
+    logits = distill.draft_logits(
+        config, draft, params, draft_params, hidden, jnp.ones(input_ids.shape, bool), fill, mask_mode
+    )
+    best = argmax_lowest(logits)
+    ids = draft.draft_ids
+    return best if ids is None else jnp.asarray(ids, jnp.int32)[best]

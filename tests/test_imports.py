@@ -22,10 +22,12 @@ LEVELS = {
     "spd_jax.pipeline": 3,
     "spd_jax.heads": 3,
     "spd_jax.requests": 4,
-    "spd_jax.api": 5,
-    "spd_jax": 6,  # the package itself: it only exports the api
-    "infer": 7,
-    "train": 7,
+    "spd_jax.engines": 5,
+    "spd_jax.loading": 6,
+    "spd_jax.api": 7,
+    "spd_jax": 8,  # the package itself: it only exports the api
+    "infer": 9,
+    "train": 9,
 }
 MODULES = sorted(p for name in PACKAGES for p in (ROOT / name).rglob("*.py"))
 IDS = [str(p.relative_to(ROOT)) for p in MODULES]

@@ -69,7 +69,8 @@ def make_train_step(
 ) -> TrainStep:
     """Returns the compiled step (state, target_params, batch) -> (state, metrics).
 
-    `schedule` is only reported; `batch` is one of `data.training_batches` with the outputs of `teacher.Teacher`.
+    `schedule` is only reported; `batch` is one of `data.training_batches` with the outputs of
+    `teacher.Teacher`.
 
     A batch without a valid position changes nothing but the count of such batches.
     """

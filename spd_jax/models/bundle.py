@@ -17,18 +17,19 @@ from spd_jax.config import DraftConfig, TargetConfig
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params"],
-    meta_fields=["config", "tokenizer", "stop_ids", "sha256", "name"],
+    meta_fields=["config", "tokenizer", "stop_ids", "sha256", "name", "layout"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Target:
     """A target model: parameters per layer, and what goes with them."""
 
-    params: Any  # tree of `models.target`; or None where only a sharded copy is held
+    params: Any  # tree of `models.target`; with a layout, of `pipeline.placing.shard_target`
     config: TargetConfig
     tokenizer: Any = None  # spd_jax.weights.tokenizer.ChatTokenizer, or None
     stop_ids: tuple[int, ...] = ()  # ids that end a text, from every source that names them
     sha256: str | None = None  # of the weight files
     name: str = "target"  # what it was loaded from, for messages
+    layout: Any = None  # spd_jax.pipeline.placing.Layout of a target loaded onto a mesh
 
 
 @functools.partial(

@@ -39,6 +39,21 @@ def draft_outputs(
     return pdm.forward(target, draft, params, anchor_features(draft, hidden), valid_mask, mask)
 
 
+def draft_logits(
+    target: TargetConfig,
+    draft: DraftConfig,
+    target_params: dict,
+    draft_params: dict,
+    hidden: list[jax.Array],
+    valid_mask: jax.Array,
+    fill: jax.Array | int,
+    mask_mode: str,
+) -> jax.Array:
+    """Returns the draft's float32 logits [B, T, W] for what follows each position."""
+    out = draft_outputs(target, draft, draft_params, hidden, valid_mask, fill, mask_mode)
+    return pdm.logits(target, draft, draft_params, target_params, out)
+
+
 def distillation_loss(
     target: TargetConfig,
     draft: DraftConfig,

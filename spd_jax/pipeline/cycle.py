@@ -18,7 +18,7 @@ from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.heads import Heads, choose, local_best
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_stage
-from spd_jax.pipeline.state import PipelineState
+from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.verify import control
 from spd_jax.pipeline.weights import EngineWeights
 
@@ -28,9 +28,7 @@ def run_cycle(
     comm: Comm,
     weights: EngineWeights,
     state: PipelineState,
-    prompt_lens: jax.Array,
-    stop_ids: jax.Array,
-    limit: jax.Array,
+    inputs: Inputs,
 ) -> PipelineState:
     """Advances every running sequence by one cycle."""
     n = spec.n_stages
@@ -41,7 +39,7 @@ def run_cycle(
     with jax.named_scope("heads"):
         ids, rows = _heads(spec, comm, weights.heads, state, gathered[n - 1, 0], gathered[n, 0])
     with jax.named_scope("control"):
-        new, reject = control(state, prompt_lens, stop_ids, limit, n, ids[0], ids[1])
+        new, reject = control(state, inputs, n, ids[0], ids[1])
         entering = jnp.where(reject[:, None], rows[0], rows[1])
         hidden = jnp.concatenate([entering[None], gathered[: n - 1, 0]])
         ring = _update_ring(spec, state, gathered, entering, new.newest)

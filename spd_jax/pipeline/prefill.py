@@ -18,7 +18,7 @@ from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.heads import choose, embed_rows, local_best
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_stage
-from spd_jax.pipeline.state import PipelineState
+from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.weights import EngineWeights
 
 PREFILL_CHUNK = 64
@@ -35,19 +35,16 @@ def run_prefill(
     weights: EngineWeights,
     caches: list[list[Rows]],
     prompts: jax.Array,
-    prompt_lens: jax.Array,
-    stop_ids: jax.Array,
-    limit: jax.Array,
+    inputs: Inputs,
     n_slots: int,
 ) -> PipelineState:
     """Fills all caches and commits the first token of each sequence.
 
     Args:
       caches: empty, per local rank and slot; prompts: int [B, T] right-padded.
-      prompt_lens: int [B]; stop_ids: int [n], -1 pads; limit: int scalar, max_new_tokens.
       n_slots: size of the token buffers, at least max_new_tokens + N.
     """
-    n, heads = spec.n_stages, weights.heads
+    n, heads, prompt_lens = spec.n_stages, weights.heads, inputs.prompt_lens
     n_batch, n_padded = prompts.shape
     chunk = prefill_chunk_len(n_padded)
     n_chunks = (jnp.max(prompt_lens) + chunk - 1) // chunk
@@ -107,16 +104,22 @@ def run_prefill(
         fill=ones,
         n_committed=ones,
         n_cycles=jnp.zeros(n_batch, jnp.int32),
-        done=is_stop(first, stop_ids) | (limit <= 1),
+        done=is_stop(first, inputs.stop_ids) | (inputs.limit <= 1),
     )
 
 
 def empty_caches(
-    spec: EngineSpec, n_slots: tuple[int, ...], n_batch: int, capacity: int, dtype: jnp.dtype
+    spec: EngineSpec,
+    comm: Comm,
+    n_slots: tuple[int, ...],
+    n_batch: int,
+    capacity: int,
+    dtype: jnp.dtype,
 ) -> list[list[Rows]]:
-    """Returns zero caches: per rank, as many layer slots as `n_slots` says."""
+    """Returns zero caches: per local rank, as many layer slots as `n_slots` says."""
+    empty = jax.eval_shape(lambda: init_cache(spec.target, n_batch, capacity, dtype))
     return [
-        [init_cache(spec.target, n_batch, capacity, dtype) for _ in range(slots)]
+        [jax.tree.map(lambda x: comm.zeros(x.shape, x.dtype), empty) for _ in range(slots)]
         for slots in n_slots
     ]
 

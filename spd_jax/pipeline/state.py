@@ -30,3 +30,17 @@ class PipelineState:
     n_committed: jax.Array  # int32 [B], verified ids in `tokens`; control
     n_cycles: jax.Array  # int32 [B], cycles run while not done; control
     done: jax.Array  # bool [B], stopped or at the limit: nothing of it changes any more; control
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["prompt_lens", "stop_ids", "limit"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What stays the same while a batch is decoded."""
+
+    prompt_lens: jax.Array  # int32 [B]
+    stop_ids: jax.Array  # int32 [n], -1 pads
+    limit: jax.Array  # int32 scalar, max_new_tokens

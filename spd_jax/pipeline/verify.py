@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from spd_jax.models.reference import is_stop
-from spd_jax.pipeline.state import PipelineState
+from spd_jax.pipeline.state import Inputs, PipelineState
 
 
 def control(
     state: PipelineState,
-    prompt_lens: jax.Array,
-    stop_ids: jax.Array,
-    limit: jax.Array,
+    inputs: Inputs,
     n_stages: int,
     verified: jax.Array,
     drafted: jax.Array,
@@ -38,23 +36,23 @@ def control(
     batch = jnp.arange(state.newest.shape[0])
     running = ~state.done
     full = running & (state.fill == n_stages)
-    checked = state.newest - n_stages + 2 - prompt_lens  # index of the token being verified
+    checked = state.newest - n_stages + 2 - inputs.prompt_lens  # index of the token being verified
     drafted_there = state.tokens[batch, jnp.maximum(checked, 0)]
     reject = full & (verified != drafted_there)
     insert = running & ~reject
 
     newest = jnp.where(insert, state.newest + 1, state.newest)
-    newest = jnp.where(reject, checked + prompt_lens, newest)
+    newest = jnp.where(reject, checked + inputs.prompt_lens, newest)
     fill = jnp.where(insert, jnp.minimum(state.fill + 1, n_stages), state.fill)
     fill = jnp.where(reject, 1, fill)
 
     n_slots = state.tokens.shape[1]
-    write = jnp.where(running, newest - prompt_lens, n_slots)  # out of range: dropped
+    write = jnp.where(running, newest - inputs.prompt_lens, n_slots)  # out of range: dropped
     tokens = state.tokens.at[batch, write].set(jnp.where(reject, verified, drafted), mode="drop")
     accepted = state.accepted.at[batch, write].set(~reject, mode="drop")
 
     n_committed = state.n_committed + full
-    ended = full & (is_stop(verified, stop_ids) | (n_committed >= limit))
+    ended = full & (is_stop(verified, inputs.stop_ids) | (n_committed >= inputs.limit))
     new = dataclasses.replace(
         state,
         tokens=tokens,

@@ -45,7 +45,7 @@ def test_the_gap_is_read_at_the_last_common_token(gap, is_rounding, monkeypatch)
         class config:
             max_context = 64
 
-    monkeypatch.setattr(spd_jax, "target_logits", fake_logits, raising=False)
+    monkeypatch.setattr(spd_jax, "target_logits", fake_logits)
     found = compare_tokens(Target, [1, 2], [1, 1, 2, 4], [1, 1, 1, 4])
     assert found.position == 2
     assert found.gap == pytest.approx(gap, rel=1e-2)

@@ -8,7 +8,7 @@ import spd_jax
 from infer import evaluate
 from infer.lookup import lookup_hits
 from infer.prompts import prompt_ids, read_prompts
-from infer.startup import load_draft_or_random
+from infer.startup import load_subject, parse_flags
 from spd_jax.config import ConfigError
 
 TINY = ["--target", "tiny", "--mesh", "virtual", "--n-stages", "2", "--max-new-tokens", "10"]
@@ -56,8 +56,8 @@ def test_alpha_and_lookup_are_those_of_single_decodes(prompt_files, tmp_path):
     argv = [*TINY, *skip, "--json", str(out), "--prompts", prompt_files[0]]
     assert evaluate.main(argv) == 0
     samples = json.loads(out.read_text())["samples"]
-    target = spd_jax.load_target("tiny")
-    draft, _ = load_draft_or_random(None, "tiny", target, 2, 0)
+    subject = load_subject(parse_flags(evaluate.EvaluateFlags, "test", argv))
+    target, draft = subject.target, subject.draft
     texts = [row.text for row in read_prompts(prompt_files[0])]
     for sample, prompt in zip(samples, prompt_ids(target, "tiny", texts), strict=True):
         result = spd_jax.decode(

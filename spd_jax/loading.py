@@ -1,0 +1,122 @@
+"""Loading targets and drafts, and checking that they belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
+from spd_jax.models import draft as pdm
+from spd_jax.models.bundle import Draft, Target
+from spd_jax.pipeline.mesh import resolve_mesh
+from spd_jax.pipeline.placing import Layout, shard_target
+from spd_jax.weights import load_draft_file, load_target_files
+
+
+def load_target(
+    source: str | Path,
+    dtype: str = "float32",
+    *,
+    n_stages: int | None = None,
+    stage_layers: tuple[int, ...] | None = None,
+    mesh: Mesh | str | None = None,
+    placement: str = "auto",
+) -> Target:
+    """Loads a target model.
+
+    Args:
+      source: "smollm2-135m" (fetched once), "tiny" (random weights), an HF directory, a .gguf
+        file or a hub id.
+      dtype: "float32" or "bfloat16".
+      n_stages, stage_layers: of the pipeline, where parameters go onto a mesh at once; n_stages
+        defaults to the mesh's size less one.
+      mesh: None or "virtual" keeps one array per layer; a Mesh of n_stages + 1 devices shards
+        the parameters over it from the start, and so does placement="dedicated".
+
+    Raises:
+      ConfigError: nothing usable there, or the mesh does not fit; one line.
+    """
+    loaded = load_target_files(source, dtype)
+    layout = None
+    if isinstance(mesh, Mesh) or placement == "dedicated":
+        if n_stages is None and stage_layers is not None:
+            n_stages = len(stage_layers)
+        if n_stages is None:
+            n_stages = (mesh.devices.size if isinstance(mesh, Mesh) else len(jax.devices())) - 1
+        pipeline = PipelineConfig(loaded.config.n_layers, n_stages, stage_layers)
+        layout = Layout(pipeline, resolve_mesh(mesh, placement, n_stages))
+        params = shard_target(loaded.params, loaded.config, layout)
+    else:
+        resolve_mesh(mesh, placement, n_stages or 2)  # for its errors
+        params = jax.tree.map(jnp.asarray, loaded.params)
+    return Target(
+        params, loaded.config, loaded.tokenizer, loaded.stop_ids, loaded.sha256, str(source), layout
+    )
+
+
+def load_draft(source: str | Path | None, target: Target) -> Draft:
+    """Loads a draft module for a target, in the target's dtype.
+
+    Args:
+      source: a head directory (config.json and model.safetensors), a reference head.pt, a
+        head.safetensors beside its head_config.json, or None: the head shipped for this target.
+
+    Raises:
+      ConfigError: nothing usable there, none is shipped, or it was made for another target.
+    """
+    dtype = str(jax.tree.leaves(target.params)[0].dtype)
+    if source is None:
+        source = _shipped_head(target)
+    config, params, meta = load_draft_file(source, dtype)
+    _check_made_for(target, config, meta, source)
+    return Draft(jax.tree.map(jnp.asarray, params), config, f"draft head {Path(source).name}")
+
+
+def init_draft(target: Target, draft_config: DraftConfig, key: jax.Array) -> Draft:
+    """Returns an untrained draft module: layers and head start as copies of the target's."""
+    from spd_jax.engines import whole_params
+
+    params = pdm.init_params(target.config, draft_config, whole_params(target), key)
+    return Draft(params, draft_config, "untrained draft")
+
+
+def shipped_heads() -> Iterator[Path]:
+    """The head directories that come with the package."""
+    root = Path(str(resources.files("spd_jax.heads")))
+    yield from sorted(path.parent for path in root.glob("*/config.json"))
+
+
+def _shipped_head(target: Target) -> Path:
+    import json
+
+    for path in shipped_heads():
+        recorded = json.loads((path / "config.json").read_text())["draft"].get("target_sha256")
+        if recorded == target.sha256:
+            return path
+    names = ", ".join(path.name for path in shipped_heads()) or "none"
+    raise ConfigError(
+        f"no draft head is shipped for {target.name} (shipped: {names}); name one with draft "
+        "(--draft), train one with train.pdm, or start from init_draft"
+    )
+
+
+def _check_made_for(target: Target, config: DraftConfig, meta: dict, source: str | Path) -> None:
+    for name in ("d_model", "vocab_size", "n_heads", "n_kv_heads", "head_dim"):
+        ours, theirs = getattr(target.config, name), meta.get(name)
+        if theirs is not None and theirs != ours:
+            raise ConfigError(
+                f"draft {source}: made for a target with {name} {theirs}, but {target.name} has "
+                f"{ours}; choose a head made for this target"
+            )
+    recorded = config.target_sha256
+    if recorded is not None and target.sha256 is not None and recorded != target.sha256:
+        raise ConfigError(
+            f"draft {source}: trained on the target with sha256 {recorded[:12]}..., but "
+            f"{target.name} has {target.sha256[:12]}...; choose a head made for this target"
+        )
+    pdm.check_pair(target.config, config)

@@ -1,0 +1,171 @@
+"""The engine's compiled programs: prefill, a chunk of cycles, and compaction of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spd_jax.models.cache import bucket_capacity
+from spd_jax.pipeline.comm import LocalComm, MeshComm
+from spd_jax.pipeline.cycle import run_cycle
+from spd_jax.pipeline.placing import EVERYWHERE, ON_RANK, weight_specs
+from spd_jax.pipeline.prefill import empty_caches, run_prefill
+from spd_jax.pipeline.spec import EngineSpec
+from spd_jax.pipeline.state import Inputs, PipelineState
+from spd_jax.pipeline.weights import EngineWeights
+from spd_jax.program import Program
+
+TOKEN_BUCKET = 64  # token buffers are a multiple of this, so that few programs are needed
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """A target and a draft module, placed and ready to decode."""
+
+    spec: EngineSpec
+    mesh: Mesh | None  # None: virtual mode
+    weights: EngineWeights
+
+    @property
+    def mode(self) -> str:
+        return "virtual" if self.mesh is None else "sharded"
+
+    @property
+    def placement(self) -> str:
+        return "virtual" if self.mesh is None else "dedicated"
+
+    @property
+    def n_devices(self) -> int:
+        return 1 if self.mesh is None else self.mesh.devices.size
+
+
+def cache_capacity(spec: EngineSpec, n_padded: int, longest: int, max_new_tokens: int) -> int:
+    """Cache positions: every row a sequence can write, and the spare slot, as a bucket."""
+    return bucket_capacity(max(n_padded, longest + max_new_tokens + spec.n_stages - 2))
+
+
+def prefill(
+    engine: Engine, prompts: np.ndarray, inputs: Inputs, max_new_tokens: int
+) -> Callable[[], PipelineState]:
+    """Compiles the prefill of a batch; calling what is returned runs it and gives the state."""
+    spec = engine.spec
+    longest = int(np.max(np.asarray(inputs.prompt_lens)))
+    capacity = cache_capacity(spec, prompts.shape[1], longest, max_new_tokens)
+    n_slots = -(-(max_new_tokens + spec.n_stages) // TOKEN_BUCKET) * TOKEN_BUCKET
+    args = (engine.weights, jnp.asarray(prompts), inputs)
+    program = PREFILL.compile(
+        *args, spec=spec, mesh=engine.mesh, capacity=capacity, n_slots=n_slots
+    )
+    return lambda: jax.block_until_ready(program(*args))
+
+
+def chunk(
+    engine: Engine, state: PipelineState, inputs: Inputs, n_cycles: int
+) -> Callable[[PipelineState], PipelineState]:
+    """Compiles a chunk of up to n_cycles; calling what is returned with a state runs it.
+
+    The state is donated, and the call blocks: the CPU backend deadlocks on queued collectives.
+    """
+    tail = (inputs, jnp.int32(n_cycles))
+    program = CHUNK.compile(engine.weights, state, *tail, spec=engine.spec, mesh=engine.mesh)
+    return lambda state: jax.block_until_ready(program(engine.weights, state, *tail))
+
+
+def compact(
+    engine: Engine, state: PipelineState, inputs: Inputs, kept: list[int]
+) -> tuple[PipelineState, Inputs]:
+    """Returns the batch of the sequences `kept`, padded with finished ones to a power of two."""
+    size = 1 << (len(kept) - 1).bit_length()
+    idx = jnp.asarray([*kept, *[kept[0]] * (size - len(kept))], jnp.int32)
+    return COMPACT(state, inputs, idx, jnp.int32(len(kept)), mesh=engine.mesh)
+
+
+def _run_prefill(weights, prompts, inputs, *, spec, mesh, capacity, n_slots):
+    def fn(comm, weights, prompts, inputs):
+        dtype = weights.heads.embed.dtype
+        per_rank = tuple(len(rank) for rank in weights.ranks)
+        caches = empty_caches(spec, comm, per_rank, prompts.shape[0], capacity, dtype)
+        return run_prefill(spec, comm, weights, caches, prompts, inputs, n_slots)
+
+    return _on_ranks(fn, spec, mesh, weights, prompts, inputs)
+
+
+def _run_chunk(weights, state, inputs, n_cycles, *, spec, mesh):
+    def fn(comm, weights, state, inputs, n_cycles):
+        def go_on(carry):
+            i, state = carry
+            return (i < n_cycles) & ~jnp.all(state.done)
+
+        def body(carry):
+            i, state = carry
+            return i + 1, run_cycle(spec, comm, weights, state, inputs)
+
+        return lax.while_loop(go_on, body, (jnp.int32(0), state))[1]
+
+    return _on_ranks(fn, spec, mesh, weights, state, inputs, n_cycles)
+
+
+def _run_compact(state, inputs, idx, n_kept, *, mesh):
+    def take(axis: int) -> Callable:
+        return lambda x: jnp.take(x, idx, axis=axis)
+
+    caches = jax.tree.map(take(0 if mesh is None else 1), state.caches)
+    if mesh is not None:
+        caches = jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, ON_RANK))
+    rest = dataclasses.replace(state, caches=None, hidden=None)
+    new = jax.tree.map(take(0), rest)
+    done = new.done | (jnp.arange(idx.shape[0]) >= n_kept)
+    new = dataclasses.replace(new, caches=caches, hidden=take(1)(state.hidden), done=done)
+    lens = take(0)(inputs.prompt_lens)
+    if mesh is not None:
+        new = dataclasses.replace(
+            jax.lax.with_sharding_constraint(new, NamedSharding(mesh, EVERYWHERE)), caches=caches
+        )
+    return new, dataclasses.replace(inputs, prompt_lens=lens)
+
+
+def _on_ranks(fn: Callable, spec: EngineSpec, mesh: Mesh | None, *args) -> PipelineState:
+    """Runs fn(comm, *args) once, or on every rank of the mesh with that rank's blocks."""
+    if mesh is None:
+        return fn(LocalComm(spec.n_stages), *args)
+    specs = tuple(_partition(arg) for arg in args)
+
+    def per_rank(*args):
+        local = [
+            jax.tree.map(lambda s, x: _unblock(s, x), spec_tree, arg)
+            for spec_tree, arg in zip(specs, args, strict=True)
+        ]
+        state = fn(MeshComm(spec.n_stages), *local)
+        return dataclasses.replace(state, caches=jax.tree.map(lambda x: x[None], state.caches))
+
+    return jax.shard_map(
+        per_rank, mesh=mesh, in_specs=specs, out_specs=_STATE_SPECS, check_vma=True
+    )(*args)
+
+
+def _partition(arg) -> PartitionSpec | EngineWeights | PipelineState:
+    """Partition of an argument of a program, as a prefix of its tree."""
+    if isinstance(arg, EngineWeights):
+        return weight_specs(arg)
+    return _STATE_SPECS if isinstance(arg, PipelineState) else EVERYWHERE
+
+
+def _unblock(spec: PartitionSpec, tree):
+    """Drops the rank axis of sharded leaves: [1, ...] -> [...]."""
+    return jax.tree.map(lambda x: x[0], tree) if spec == ON_RANK else tree
+
+
+_STATE_SPECS = PipelineState(
+    caches=ON_RANK,
+    **{f.name: EVERYWHERE for f in dataclasses.fields(PipelineState) if f.name != "caches"},
+)
+
+PREFILL = Program(_run_prefill)
+CHUNK = Program(_run_chunk, donate=(1,))
+COMPACT = Program(_run_compact)

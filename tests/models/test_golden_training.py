@@ -1,0 +1,162 @@
+"""The training forward of golden reference heads: masks, rows, outputs, losses, gradients."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from spd_jax.config import DraftConfig, PipelineConfig
+from spd_jax.models import distill
+from spd_jax.models import draft as pdm
+from spd_jax.models import target as model
+from spd_jax.models.aggregate import replicate_sequence
+from spd_jax.models.bundle import Target
+from spd_jax.weights import keymaps, load_draft_file
+
+NEAR = {"rtol": 0, "atol": 1e-4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One golden head beside its target, its batch and the numbers to reproduce."""
+
+    target: Target
+    draft: DraftConfig
+    params: dict
+    want: Any  # train_forward.npz
+
+    @property
+    def fills(self) -> list[int]:
+        return self.want["fills"].tolist()
+
+    @property
+    def batch(self) -> dict[str, jax.Array]:
+        names = ("input_ids", "attention_mask", "labels")
+        return {name: jnp.asarray(self.want[name]) for name in names}
+
+    @property
+    def valid_mask(self) -> np.ndarray:
+        return self.want["attention_mask"] > 0
+
+    @functools.cached_property
+    def hidden(self) -> list[jax.Array]:
+        ids = self.batch["input_ids"]
+        return model.hidden_states(self.target.config, self.target.params, ids)
+
+    @functools.cached_property
+    def loss(self):
+        """(draft params, fill, temperature) -> (loss, metrics), compiled once."""
+
+        def loss(params, fill, temperature):
+            args = (self.target.config, self.draft, self.target.params, params, self.batch)
+            options = {"temperature": temperature, "mask_mode": "reference"}
+            return distill.distillation_loss(*args, fill=fill, **options)
+
+        return jax.jit(loss)
+
+    @functools.cached_property
+    def grad(self):
+        """(draft params, fill) -> gradient of the loss at temperature 1, compiled once."""
+        return jax.jit(jax.grad(lambda params, fill: self.loss(params, fill, 1.0)[0]))
+
+    def named(self, tree: dict) -> dict[str, np.ndarray]:
+        """Splits a draft's tree into the reference's parameter names."""
+        config = pdm.layer_config(self.target.config, self.draft)
+        sizes = keymaps.target_sizes(config) | {"W": tree["lm_head"]["weight"].shape[0]}
+        names = (keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX)
+        return dict(keymaps.write_draft(self.draft, tree, *names, sizes))
+
+
+@pytest.fixture(scope="module", params=[2, 4, 8], ids="n{}".format)
+def case(request, golden, golden_target) -> Case:
+    folder = golden / "llama" / f"n{request.param}"
+    draft, params, _ = load_draft_file(folder)
+    pdm.check_pair(golden_target.config, draft)
+    params = jax.tree.map(jnp.asarray, params)
+    want = np.load(folder / "train_forward.npz")
+    assert draft.n_stages == request.param and want["fills"].tolist() == [*range(1, 1 + draft.n_stages)]
+    return Case(golden_target, draft, params, want)
+
+
+def test_depths_and_types_are_the_references(case):
+    pipeline = PipelineConfig(case.target.config.n_layers, case.draft.n_stages)
+    anchors = case.draft.anchors
+    assert anchors == tuple(case.want["aggr_feature_bound"])
+    assert pipeline.row_types(anchors) == tuple(case.want["stage_depth_to_aggr_idx"])
+    assert pipeline.min_depths(anchors) == tuple(case.want["aggr_to_min_depth"])
+
+
+def test_structural_masks_are_exactly_the_references(case):
+    pipeline = PipelineConfig(case.target.config.n_layers, case.draft.n_stages)
+    n_tokens = case.valid_mask.shape[1]
+    for fill in case.fills:
+        mask = pdm.structural_mask(pipeline, case.draft.anchors, n_tokens, fill, "reference")
+        np.testing.assert_array_equal(mask, case.want[f"structural_mask_fill{fill}"])
+
+
+def test_teacher_states_are_the_references(case):
+    valid = case.valid_mask
+    for index in case.draft.anchors:
+        want = case.want[f"teacher_hs_{index}"]
+        np.testing.assert_allclose(case.hidden[index][valid], want[valid], **NEAR)
+
+
+def test_fused_rows_are_the_references(case):
+    features = distill.anchor_features(case.draft, case.hidden)
+    rows = replicate_sequence(case.params["projs"], features)
+    valid = np.tile(case.valid_mask, (1, len(case.draft.anchors)))
+    np.testing.assert_allclose(rows[valid], case.want["spec_hidden"][valid], **NEAR)
+
+
+def test_outputs_norms_and_logits_are_the_references(case):
+    config, valid, params = case.target.config, case.valid_mask, case.params
+    stored = [fill for fill in case.fills if f"g0_fill{fill}" in case.want]
+    assert {1, case.draft.n_stages} <= set(stored)
+    for fill in stored:
+        args = (config, case.draft, params, case.hidden, jnp.asarray(valid))
+        out = distill.draft_outputs(*args, fill, "reference")
+        got = {
+            f"g0_fill{fill}": out,
+            f"g0_normed_fill{fill}": model.normed(config, case.target.params, out),
+            f"spec_logits_fill{fill}": pdm.logits(
+                config, case.draft, params, case.target.params, out
+            ),
+        }
+        for name in got.keys() & set(case.want):
+            want = case.want[name]
+            np.testing.assert_allclose(got[name][valid], want[valid], err_msg=name, **NEAR)
+
+
+def test_losses_and_accuracies_are_the_references(case):
+    for i, fill in enumerate(case.fills):
+        loss, metrics = case.loss(case.params, fill, 1.0)
+        loss_2, _ = case.loss(case.params, fill, 2.0)
+        got = [loss, loss_2, metrics["accuracy"]]
+        want = [case.want[name][i] for name in ("loss", "loss_temperature2", "acc")]
+        np.testing.assert_allclose(got, want, err_msg=f"fill {fill}", **NEAR)
+
+
+def test_gradient_norms_are_the_references(case):
+    names = case.want["param_names"].tolist()
+    n_zeros = 0
+    for fill, want in zip(case.fills, case.want["grad_norms"], strict=True):
+        grads = case.named(case.grad(case.params, fill))
+        assert sorted(grads) == sorted(names)
+        got = np.array([np.linalg.norm(grads[name].astype(np.float64)) for name in names])
+        np.testing.assert_array_equal(got == 0, want == 0, err_msg=f"fill {fill}")
+        np.testing.assert_allclose(got, want, rtol=1e-3, err_msg=f"fill {fill}")
+        n_zeros += np.sum(want == 0)
+    assert n_zeros > 0  # row types that a fill leaves out
+
+
+def test_one_gradient_step_lowers_the_loss_as_the_references_does(case):
+    fill = case.draft.n_stages
+    grad = case.grad(case.params, fill)
+    stepped = jax.tree.map(lambda p, g: p - 0.01 * g, case.params, grad)
+    loss, _ = case.loss(stepped, fill, 1.0)
+    assert loss < case.want["loss"][-1]
+    np.testing.assert_allclose(loss, case.want["loss_after_sgd_lr0.01_filln"], **NEAR)

@@ -1,0 +1,82 @@
+"""Named settings, overrides on the command line, and what a slip of the finger gets."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+from spd_jax.config import ConfigError
+from train import configs
+from train.config import TrainConfig, config_names, named_config, parse_config
+from train.startup import run
+
+PROG = "python -m train.pdm"
+
+
+def test_every_config_file_is_a_valid_record():
+    for module in pkgutil.iter_modules(configs.__path__):
+        config = named_config(module.name)
+        assert isinstance(config, TrainConfig)
+        text = importlib.import_module(f"train.configs.{module.name}").__doc__
+        assert f"--config {module.name}" in text  # the header holds the command
+
+
+def test_fields_are_overridden_on_the_command_line():
+    argv = ["--lr", "0.5", "--config", "tiny_n4", "--anchors", "0", "5", "--state-cache", "True"]
+    config = parse_config(PROG, argv)
+    assert (config.lr, config.anchors, config.state_cache) == (0.5, (0, 5), True)
+    assert config.n_stages == named_config("tiny_n4").n_stages
+    assert parse_config(PROG, ["--config=tiny_n4", "--batch_tokens", "128"]).batch_tokens == 128
+
+
+def test_an_unknown_config_is_an_error_that_suggests():
+    with pytest.raises(ConfigError, match="'smolm2_n5' is unknown; did you mean smollm2_n5"):
+        parse_config(PROG, ["--config", "smolm2_n5"])
+    with pytest.raises(ConfigError, match=f"there are {', '.join(config_names())}"):
+        parse_config(PROG, ["--config", "zzz"])
+    for argv in ([], ["--config"]):
+        with pytest.raises(ConfigError, match="--config"):
+            parse_config(PROG, argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--warmup-step", "3"], ["--warmup-step", "--warmup-steps"]),
+        (["--lr", "fast"], ["--lr", "fast"]),
+        (["--schedule", "square"], ["square", "linear", "cosine"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse_config(PROG, ["--config", "tiny_n4", *argv])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.strip().split("\n")
+    assert line.startswith("error: ") and all(word in line for word in words)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr": 0.0}, "lr must be above 0"),
+        ({"b2": 1.0}, "b2 must be between"),
+        ({"keep": 0}, "keep must be at least 1"),
+        ({"batch_tokens": 100}, "batch_tokens must hold one row of sequence_len"),
+        ({"sequence_len": 1}, "sequence_len must be at least 2"),
+        ({"lr": float("nan")}, "lr must be above 0"),
+        ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
+    ],
+)
+def test_values_that_cannot_be_are_errors(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**fields)
+
+
+def test_a_config_error_ends_a_main_with_one_line_and_code_2(capsys):
+    def main():
+        raise ConfigError("first\nsecond")
+
+    with pytest.raises(SystemExit) as stop:
+        run(main)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "error: first second\n"

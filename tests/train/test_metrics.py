@@ -1,0 +1,54 @@
+"""The metrics file survives kills without a duplicate step; means are weighted by positions."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from train.metrics import MeanMetrics, MetricsFile, TrainProgress
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_resumed_file_holds_each_step_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsFile(path, 0) as log:
+        for step in (10, 20, 30):
+            log.write({"step": step, "run": 1})
+            assert read(path)[-1]["step"] == step  # on disk at once
+    with open(path, "a") as file:
+        file.write('{"step": 2')  # the writer was killed here
+    with MetricsFile(path, 20) as log:
+        log.write({"step": 30, "run": 2})
+    assert [(r["step"], r["run"]) for r in read(path)] == [(10, 1), (20, 1), (30, 2)]
+
+
+def test_means_are_weighted_by_valid_positions():
+    window = MeanMetrics()
+    zero = {"accuracy": 0.0, "coverage": 1.0, "grad_norm": 1.0}
+    window.add({**zero, "loss": 1.0, "n_valid": 30}, n_tokens=50)
+    window.add({**zero, "loss": 4.0, "n_valid": 10}, n_tokens=50)
+    record = window.take()
+    assert record["loss"] == pytest.approx(1.75) and record["n_valid"] == 40
+    ratio = record["scored_per_second"] / record["tokens_per_second"]
+    assert ratio == pytest.approx(0.4)
+    assert window.take()["n_valid"] == 0  # each interval starts anew
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_shows_the_figures(is_terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=160)
+    figures = {"loss": 1.5, "accuracy": 0.25, "coverage": 0.9, "seconds_per_step": 60.0}
+    speeds = {"tokens_per_second": 120.0, "scored_per_second": 80.0}
+    with TrainProgress(40, 0, console) as progress:
+        progress.advance(10)
+        progress.show({"step": 10, **figures, **speeds})
+        progress.say("a line")
+    text = out.getvalue()
+    words = ["10/40", "loss 1.500", "accuracy 0.250", "coverage 0.900", "120 tok/s", "a line"]
+    assert all(word in text for word in words)
+    assert is_terminal or "30 min left" in text

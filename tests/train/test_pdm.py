@@ -1,0 +1,205 @@
+"""The whole command: a run that stops and resumes equals one that does not, bit for bit."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from spd_jax.config import ConfigError
+from spd_jax.weights import load_draft_file, load_target_files
+from train import pdm
+from train.stop import StopRequest
+
+ROOT = Path(__file__).parents[2]
+ROWS = [
+    {
+        "input_ids": np.random.default_rng(seed).integers(97, 123, 20 + seed % 12).tolist(),
+        "loss_mask": [0] * 5 + [1] * (15 + seed % 12),
+        "temperature": 0.7,
+    }
+    for seed in range(18)
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pdm") / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def argv(data, workdir, *more):
+    flags = ["--config", "tiny_n4", "--train-data", str(data), "--workdir", str(workdir)]
+    flags += ["--sequence-len", "32", "--batch-tokens", "128", "--steps", "12", "--log-every", "2"]
+    return [*flags, "--save-every", "4", *more]
+
+
+def run_main(flags):
+    """Runs the command in this process; returns the last train state as numpy leaves."""
+    kept = []
+    original = pdm.train
+
+    def train(this):
+        result = original(this)
+        kept.append(result[0])
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pdm, "train", train)
+        assert pdm.main(flags) == 0
+    (state,) = kept
+    state = dataclasses.replace(state, key=jax.random.key_data(state.key))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture(scope="module")
+def whole_run(data, tmp_path_factory):
+    """A run of 12 batches without a break: its folder and its last state."""
+    workdir = tmp_path_factory.mktemp("whole")
+    flags = argv(data, workdir, "--heldout-data", str(data), "--eval-every", "6")
+    return workdir, run_main(flags)
+
+
+class StopAfter:
+    """Stands in for StopRequest: asks for a stop after some batches."""
+
+    def __init__(self, n_batches):
+        self.left = n_batches
+
+    def __call__(self, started, max_minutes):
+        return contextlib.nullcontext(self)
+
+    @property
+    def reason(self):
+        self.left -= 1
+        return "SIGTERM" if self.left < 0 else None
+
+
+def test_a_run_leaves_heads_checkpoints_metrics_and_its_record(whole_run):
+    workdir, _ = whole_run
+    names = {"checkpoints", "heads", "metrics.jsonl", "run.json"}
+    assert {path.name for path in workdir.iterdir()} == names
+    for name in ("checkpoints", "heads"):
+        assert sorted(path.name for path in (workdir / name).iterdir()) == ["12", "8"]
+    records = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    losses = {r["step"]: r["loss"] for r in records if "loss" in r}
+    assert list(losses) == [2, 4, 6, 8, 10, 12]
+    assert losses[12] < losses[2]
+    assert {"accuracy", "coverage", "tokens_per_second", "lr"} <= set(records[0])
+    assert [r["step"] for r in records if "heldout" in r] == [6, 12]
+
+
+def test_the_head_loads_and_is_bound_to_the_target(whole_run):
+    directory = whole_run[0] / "heads" / "12"
+    config, params, described = load_draft_file(directory)
+    assert config.target_sha256 == load_target_files("tiny").sha256
+    assert config.n_stages == 4 and len(config.draft_ids) == 192
+    assert params["lm_head"]["weight"].shape == (192, described["d_model"])
+    card = (directory / "README.md").read_text()
+    assert "Pipeline draft module for tiny" in card and "2-gram lookup" in card
+
+
+@pytest.mark.parametrize("state_cache", ["False", "True"])
+def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, capsys, state_cache):
+    flags = argv(data, tmp_path, "--state-cache", state_cache)
+    for n_batches in (3, 4):  # stops after 3 and after 7 batches, both between two saves
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pdm, "StopRequest", StopAfter(n_batches))
+            run_main(flags)
+    assert "7 of 12 batches done; the same command goes on" in capsys.readouterr().err
+    state = run_main(flags)
+    assert "goes on at 7/12" in capsys.readouterr().err
+    for expected, got in zip(whole_run[1], state, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
+    assert steps == sorted(set(steps)) and steps[-1] == 12
+
+
+def test_a_finished_run_started_again_does_nothing(data, whole_run, capsys):
+    workdir, state = whole_run
+    before = (workdir / "metrics.jsonl").read_bytes()
+    for expected, got in zip(state, run_main(argv(data, workdir)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert f"the head is {workdir / 'heads' / '12'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--n-layers", "2"], "trains a draft with n_layers 1, the settings say 2"),
+        (["--n-stages", "5"], "trains a draft with anchors"),
+        (["--draft-vocab-size", "9"], "draft_vocab_size 192, the settings say 9"),
+    ],
+)
+def test_a_run_is_not_resumed_with_another_draft(data, whole_run, more, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        pdm.main(argv(data, whole_run[0], *more))
+    assert "give a new workdir" in str(error.value)
+
+
+def test_what_changes_at_a_resume_is_said(data, whole_run, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text().splitlines(keepends=True)[0] * 4)
+    assert pdm.main(argv(other, whole_run[0], "--lr", "0.5", "--seed", "3")) == 0
+    err = capsys.readouterr().err
+    assert "note: the training data differ" in err
+    assert "note: lr was 0.001 and is 0.5: this holds from here on" in err
+    assert "note: seed was 0 and is 3: batches come in another order from here on" in err
+
+
+def test_batches_without_anything_to_learn_end_the_run(data, tmp_path):
+    flags = argv(data, tmp_path, "--draft-vocab-size", "1", "--steps", "40")
+    with pytest.raises(ConfigError, match="20 batches in a row had no position to learn from"):
+        pdm.main(flags)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run():
+    metrics = {"loss": float("nan"), "grad_norm": 1.0}
+    with pytest.raises(ConfigError, match="batch 7: loss nan.*lower lr"):
+        pdm.check_step(metrics, 7, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_or_the_time_limit_asks_for_a_stop(number):
+    before = signal.getsignal(number)
+    with StopRequest(time.monotonic(), None) as stop:
+        assert stop.reason is None
+        os.kill(os.getpid(), number)
+        assert stop.reason == signal.Signals(number).name
+    assert signal.getsignal(number) is before
+    with StopRequest(time.monotonic() - 61, 1.0) as stop:
+        assert stop.reason == "max_minutes"
+    with StopRequest(time.monotonic(), 1.0) as stop:
+        assert stop.reason is None
+
+
+def test_a_second_interrupt_ends_at_once():
+    with StopRequest(time.monotonic(), None), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path):
+    command = [sys.executable, "-m", "train.pdm", *argv(data, tmp_path, "--steps", "100000")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if line.startswith("step 2/"):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert "stopping: SIGTERM\n" in lines
+    (done,) = [line.split()[0] for line in lines if "the same command goes on" in line]
+    assert (tmp_path / "checkpoints" / done).is_dir()
+    assert (tmp_path / "heads" / done / "model.safetensors").is_file()

@@ -1,0 +1,120 @@
+"""The step: it learns, it skips what has nothing to learn from, and it never recompiles."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from spd_jax.models.draft import init_params
+from train.config import TrainConfig
+from train.data import make_batch
+from train.optimizer import learning_rate, make_optimizer
+from train.step import draw_fill, init_state, make_train_step
+from train.teacher import Teacher
+
+
+def make_parts(small, lr=3e-3):
+    config = TrainConfig(lr=lr, warmup_steps=2)
+    schedule = learning_rate(config, 1000)
+    optimizer = make_optimizer(config, schedule)
+    params = init_params(small.target, small.draft, small.target_params, jax.random.key(1))
+    state = init_state(params, optimizer, jax.random.key(2))
+    return state, make_train_step(small.target, small.draft, optimizer, schedule)
+
+
+def taught(small, corpus, rows):
+    teacher = Teacher(small.target, small.draft, small.target_params, corpus)
+    return teacher(make_batch(rows, n_rows=4, length=24))
+
+
+def leaves(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def test_the_loss_falls_on_a_batch_seen_again(small, corpus):
+    state, train_step = make_parts(small)
+    batch = taught(small, corpus, corpus.rows[:4])
+    losses, accuracies = [], []
+    for _ in range(80):
+        state, metrics = train_step(state, small.target_params, batch)
+        losses.append(float(metrics["loss"]))
+        accuracies.append(float(metrics["accuracy"]))
+    assert np.mean(losses[-10:]) < 0.25 * np.mean(losses[:3])
+    assert np.mean(accuracies[-10:]) > 0.9
+    assert int(state.step) == 80 and int(state.skipped) == 0
+    assert train_step._cache_size() == 1  # fills are traced values
+
+
+def test_a_batch_without_a_valid_position_changes_only_the_count(small, corpus):
+    state, train_step = make_parts(small)
+    batch = taught(small, corpus, corpus.rows[:4])
+    state, _ = train_step(state, small.target_params, batch)
+    before = leaves((state.params, state.opt_state, state.step))
+    nothing = {**batch, "labels": np.full_like(batch["labels"], -100)}
+    state, metrics = train_step(state, small.target_params, nothing)
+    assert int(metrics["n_valid"]) == 0 and float(metrics["loss"]) == 0
+    after = leaves((state.params, state.opt_state, state.step))
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    assert (int(state.step), int(state.skipped), state.position) == (1, 1, 2)
+
+
+def test_a_target_choice_outside_the_draft_ids_is_not_learnt_from(small, corpus):
+    # The ids that the target never chooses on these rows: nothing is covered.
+    batch = taught(small, corpus, corpus.rows[:4])
+    never = sorted(set(range(small.target.vocab_size)) - set(np.ravel(batch["best"]).tolist()))
+    draft = dataclasses.replace(small.draft, draft_ids=tuple(never))
+    state, train_step = make_parts(dataclasses.replace(small, draft=draft))
+    state, metrics = train_step(state, small.target_params, batch)
+    assert int(metrics["n_valid"]) == 0 and float(metrics["coverage"]) == 0
+    assert int(state.skipped) == 1
+
+
+@pytest.mark.parametrize("n_stages", [2, 5])
+def test_the_fill_is_full_half_of_the_time_and_else_uniform(n_stages):
+    keys = jax.random.split(jax.random.key(0), 8000)
+    fills = np.asarray(jax.vmap(lambda key: draw_fill(key, n_stages))(keys))
+    share = np.bincount(fills, minlength=n_stages + 1) / len(fills)
+    assert share[0] == 0 and len(share) == n_stages + 1
+    np.testing.assert_allclose(share[n_stages], 0.5, atol=0.025)  # 4 standard deviations
+    np.testing.assert_allclose(share[1:n_stages], 0.5 / (n_stages - 1), atol=0.025)
+
+
+def test_steps_draw_different_fills(small, corpus):
+    state, train_step = make_parts(small)
+    batch = taught(small, corpus, corpus.rows[:4])
+    fills = []
+    for _ in range(20):
+        state, metrics = train_step(state, small.target_params, batch)
+        fills.append(int(metrics["fill"]))
+    assert set(fills) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_rises_then_falls_to_zero(schedule):
+    config = TrainConfig(lr=1.0, warmup_steps=4, schedule=schedule)
+    rates = [float(learning_rate(config, 24)(i)) for i in range(25)]
+    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0], rtol=1e-6)
+    assert all(a > b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert rates[14] == pytest.approx(0.5) and rates[24] == pytest.approx(0, abs=1e-6)
+
+
+def test_the_first_learning_rate_moves_and_short_runs_warm_up_less():
+    for warmup in (0, 1, 50):
+        config = TrainConfig(lr=1.0, warmup_steps=warmup)
+        rates = [float(learning_rate(config, 6)(i)) for i in range(6)]
+        assert rates[0] > 0 and max(rates) == 1.0
+
+
+def test_weight_decay_leaves_norms_alone_and_gradients_are_clipped():
+    config = TrainConfig(lr=1.0, warmup_steps=0, weight_decay=0.5, clip_norm=1e-3)
+    optimizer = make_optimizer(config, lambda _: 1.0)
+    params = {"matrix": np.ones((2, 2), np.float32), "norm": np.ones(2, np.float32)}
+    zeros = jax.tree.map(np.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], -0.5)
+    np.testing.assert_allclose(updates["norm"], 0.0)
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    clipped, _ = clip.update(jax.tree.map(lambda p: 100 * p, params), clip.init(params))
+    assert float(optax.global_norm(clipped)) == pytest.approx(1e-3)

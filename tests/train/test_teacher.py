@@ -1,0 +1,79 @@
+"""Kept states score as the whole target does; the cache gives back what it was given."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from spd_jax.config import ConfigError
+from spd_jax.models.distill import IGNORED, distillation_loss
+from spd_jax.models.draft import init_params
+from spd_jax.ops.losses import masked_mean
+from train import teacher as teacher_module
+from train.data import make_batch
+from train.scoring import kept_states, score_positions
+from train.teacher import StateCache, Teacher
+
+
+def open_cache(directory, small, corpus, sha256="aa"):
+    kept = kept_states(small.target, small.draft)
+    return StateCache(directory, corpus, kept, small.target.d_model, np.float32, sha256)
+
+
+@pytest.mark.parametrize("head", ["own", "target"])
+@pytest.mark.parametrize("draft_ids", [None, tuple(range(5, 45))])
+@pytest.mark.parametrize("anchors", [(0, 2, 3, 4), (0, 2)])  # the second lacks the last state
+def test_kept_states_score_as_the_whole_target_does(small, corpus, head, draft_ids, anchors):
+    draft = dataclasses.replace(small.draft, head=head, draft_ids=draft_ids, anchors=anchors)
+    params = init_params(small.target, draft, small.target_params, jax.random.key(3))
+    batch = make_batch(corpus.rows[:3], n_rows=4, length=24)
+    settings = {"fill": 2, "temperature": 1.5, "mask_mode": "exact"}
+    expected, metrics = distillation_loss(
+        small.target, draft, small.target_params, params, batch, **settings
+    )
+    taught = Teacher(small.target, draft, small.target_params, corpus)(batch)
+    scores = score_positions(small.target, draft, small.target_params, params, taught, **settings)
+    labelled = batch["labels"][:, 1:] != IGNORED
+    valid = labelled & scores.covered_mask
+    np.testing.assert_allclose(masked_mean(scores.loss, valid), expected, rtol=1e-5)
+    accuracy = masked_mean(1.0 * (scores.guess == scores.best), valid)
+    np.testing.assert_allclose(accuracy, metrics["accuracy"], rtol=1e-6)
+    assert int(valid.sum()) == int(metrics["n_valid"]) > 0
+
+
+def test_the_cache_gives_back_the_states_bit_for_bit(small, corpus, tmp_path):
+    cache = open_cache(tmp_path, small, corpus)
+    plain = Teacher(small.target, small.draft, small.target_params, corpus)
+    cached = Teacher(small.target, small.draft, small.target_params, corpus, cache)
+    batch = make_batch([corpus.rows[i] for i in (5, 2, 7)], n_rows=4, length=24)
+    expected = plain(batch)
+    np.testing.assert_array_equal(cached(batch)["states"], expected["states"])
+    assert cache.n_done == 3
+    # A new process without a target: what it returns can only come from the files.
+    blind = Teacher(small.target, small.draft, None, corpus, open_cache(tmp_path, small, corpus))
+    again = blind(batch)
+    valid = batch["attention_mask"] > 0
+    np.testing.assert_array_equal(again["states"], expected["states"])
+    np.testing.assert_array_equal(again["best"][valid], expected["best"][valid])
+    other = make_batch([corpus.rows[i] for i in (2, 3)], n_rows=4, length=24)
+    cached(other)  # one row known, one not: computed again and kept
+    assert cache.n_done == 4
+
+
+def test_another_target_or_other_data_never_share_a_cache(small, corpus, tmp_path):
+    row = corpus.rows[0]
+    batch = make_batch([row], n_rows=1, length=24)
+    cache = open_cache(tmp_path, small, corpus)
+    Teacher(small.target, small.draft, small.target_params, corpus, cache)(batch)
+    assert open_cache(tmp_path, small, corpus).n_done == 1
+    assert open_cache(tmp_path, small, corpus, sha256="bb").n_done == 0
+    changed = dataclasses.replace(corpus, sha256="0" * 64)
+    assert open_cache(tmp_path, small, changed).n_done == 0
+
+
+def test_a_cache_that_does_not_fit_is_an_error(small, corpus, tmp_path, monkeypatch):
+    usage = teacher_module.shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(teacher_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ConfigError, match="GB are free; set state_cache False"):
+        open_cache(tmp_path, small, corpus)
