@@ -65,6 +65,7 @@ class TextSink:
         self._stream = tokenizer.stream() if tokenizer is not None else None
         self._tokenizer = tokenizer
         self._file = file
+        self._is_terminal = file.isatty()
         self.tokens: list[int] = []  # all committed so far
 
     def push(self, ids: Sequence[int]) -> None:
@@ -82,6 +83,8 @@ class TextSink:
         return None if self._tokenizer is None else self._tokenizer.decode(self.tokens)
 
     def _write(self, text: str) -> None:
+        if self._is_terminal:  # a model may write escape codes; a terminal would obey them
+            text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
         self._file.write(text)
         self._file.flush()
 

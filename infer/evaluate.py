@@ -195,7 +195,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in paths
     }
     pooled = set_figures(samples, subject.n_stages)
-    columns = {_column_name(path): table_rows(figures) for path, figures in sets.items()}
+    names = column_names(paths)
+    columns = {names[path]: table_rows(figures) for path, figures in sets.items()}
     print_figures({**columns, "pooled": table_rows(pooled)}, sys.stdout)
     if flags.json:
         record = {
@@ -209,9 +210,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if pooled["other_differences"] else 0
 
 
-def _column_name(path: str) -> str:
-    """The file's name with its folder, which tells sets of the same file name apart."""
-    return "/".join(Path(path).parts[-2:])
+def column_names(paths: Sequence[str]) -> dict[str, str]:
+    """Returns a short name for each file: its own, else its folder's, else the whole path."""
+    for short in (lambda p: Path(p).stem, lambda p: Path(p).parent.name):
+        names = {path: short(path) for path in paths}
+        if all(names.values()) and len({*names.values(), "pooled"}) == len(names) + 1:
+            return names
+    return {path: path for path in paths}
 
 
 if __name__ == "__main__":

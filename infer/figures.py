@@ -73,12 +73,10 @@ def set_figures(samples: Sequence[Sample], n_stages: int) -> dict[str, Any]:
 def table_rows(figures: dict[str, Any]) -> dict[str, str]:
     """Returns the rows of the closing table for one set, ready to print."""
     compared = figures["compared_with_generate"]
-    identical = (
-        f"{figures['identical']} of {compared} ({figures['rounding_differences']} rounding, "
-        f"{figures['other_differences']} other)"
-        if compared
-        else shown(None)
-    )
+    of_compared = {
+        name: f"{figures[name]} of {compared}" if compared else shown(None)
+        for name in ("identical", "rounding_differences", "other_differences")
+    }
     return {
         "prompts": shown(figures["prompts"]),
         "tokens": shown(figures["tokens"]),
@@ -87,7 +85,9 @@ def table_rows(figures: dict[str, Any]) -> dict[str, str]:
         "2-gram lookup, same positions": shown(figures["lookup"]),
         "tau, pooled": shown(figures["tau_pooled"]),
         "tau, mean of prompts": shown(figures["tau_mean"]),
-        "identical to generate": identical,
+        "identical to generate": of_compared["identical"],
+        "different by rounding": of_compared["rounding_differences"],
+        "different otherwise": of_compared["other_differences"],
         "float32-to-bfloat16 token match": shown(figures["bf16_match_rate"]),
         "sampled rows: draft agreement": shown(figures["sampled_agreement"]),
         "sampled rows: 2-gram lookup": shown(figures["sampled_lookup"]),

@@ -21,7 +21,7 @@ import numpy as np
 from spd_jax.config import ConfigError
 from spd_jax.models.distill import IGNORED
 
-BUCKET = 64  # row lengths are rounded up to multiples of this: few shapes, few compilations
+BUCKET = 32  # row lengths are rounded up to multiples of this: few shapes, little padding
 
 
 class Row(NamedTuple):

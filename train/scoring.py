@@ -58,7 +58,7 @@ def score_positions(
     out = draft_outputs(target, draft, params, states, valid_mask, fill, mask_mode)
     student = pdm.logits(target, draft, params, target_params, out[:, :-1])
     x = model.normed(target, target_params, states[target.n_layers][:, :-1])
-    teacher = linear(x, model.head_weight(target_params)[ids]).astype(jnp.float32)
+    teacher = linear(x, model.head_weight(target_params)[ids], jnp.float32)
     best = batch["best"][:, :-1]
     return Scores(
         loss=kl_divergence(teacher, student, temperature) * temperature**2,

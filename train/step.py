@@ -117,7 +117,7 @@ def make_train_step(
         return state, {
             "loss": loss,
             "lr": jnp.asarray(lr),
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "fill": fill,
             **metrics,
         }

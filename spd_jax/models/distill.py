@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.ops.losses import kl_divergence, masked_mean
@@ -34,6 +34,8 @@ def draft_outputs(
 ) -> jax.Array:
     """Returns the PDM's outputs [B, T, D] (before the norm) at a simulated fill."""
     pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
+    if isinstance(fill, int) and not 1 <= fill <= draft.n_stages:
+        raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
     n_tokens = hidden[0].shape[1]
     mask = pdm.structural_mask(pipeline, draft.anchors, n_tokens, fill, mask_mode)
     return pdm.forward(target, draft, params, anchor_features(draft, hidden), valid_mask, mask)

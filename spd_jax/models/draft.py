@@ -113,7 +113,7 @@ def logits(
 ) -> jax.Array:
     """Returns float32 logits [..., W] over the draft ids of PDM outputs [..., D]."""
     weight = head_weight(draft, params, target_params)
-    return linear(model.normed(target, target_params, x), weight).astype(jnp.float32)
+    return linear(model.normed(target, target_params, x), weight, jnp.float32)
 
 
 def init_params(
@@ -121,18 +121,21 @@ def init_params(
 ) -> dict:
     """Returns starting parameters for training.
 
-    A row begins as its token's deepest available anchor (identity plus normal 0.02 noise), the
-    layers as copies of the target's last ones where the shapes agree, the head as the target's
-    rows of the draft ids.
+    A row begins as its token's deepest available anchor (identity plus normal 0.02 noise), at the
+    scale that the target's last layers are used to; the layers as copies of those where the
+    shapes agree; the head as the target's rows of the draft ids.
     """
     check_pair(target, draft)
     dtype = target_params["embed"]["weight"].dtype
     width = target.d_model
-    proj_key, *layer_keys = jax.random.split(key, draft.n_layers + 1)
+    scale_key, proj_key, *layer_keys = jax.random.split(key, draft.n_layers + 2)
+    scale = 1.0
+    if draft.feature_norm == "rms":
+        scale = _residual_scale(target, target_params, target.n_layers - draft.n_layers, scale_key)
     projs = []
     for i, proj_key in enumerate(jax.random.split(proj_key, len(draft.anchors))):
         noise = 0.02 * jax.random.normal(proj_key, (width, (i + 1) * width), dtype)
-        projs.append({"weight": noise.at[:, i * width :].add(jnp.eye(width, dtype=dtype))})
+        projs.append({"weight": noise.at[:, i * width :].add(scale * jnp.eye(width, dtype=dtype))})
     config = layer_config(target, draft)
     x, zero = jnp.zeros((1, 1, width), dtype), jnp.zeros((1, 1), jnp.int32)
     layers = []
@@ -147,6 +150,16 @@ def init_params(
         ids = draft.draft_ids
         params["lm_head"] = {"weight": weight[np.asarray(ids)] if ids is not None else weight}
     return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
+
+
+def _residual_scale(
+    target: TargetConfig, params: dict, layer: int, key: jax.Array, n_tokens: int = 64
+) -> jax.Array:
+    """Median over random tokens of the root mean square of the hidden state before a layer."""
+    ids = jax.random.randint(key, (1, n_tokens), 0, target.vocab_size)
+    hidden = model.hidden_states(target, params, ids)[max(layer, 0)].astype(jnp.float32)
+    scale = jnp.median(jnp.sqrt(jnp.mean(hidden**2, axis=-1)))
+    return scale.astype(params["embed"]["weight"].dtype)
 
 
 def _copy_matching(fresh: dict, source: dict) -> dict:

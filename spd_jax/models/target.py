@@ -99,7 +99,7 @@ def head_weight(params: dict) -> jax.Array:
 
 def logits(config: TargetConfig, params: dict, x: jax.Array) -> jax.Array:
     """Returns float32 logits [..., V] of hidden states of index L."""
-    return linear(normed(config, params, x), head_weight(params)).astype(jnp.float32)
+    return linear(normed(config, params, x), head_weight(params), jnp.float32)
 
 
 @functools.cache

@@ -58,8 +58,8 @@ def local_best(
     heads: Heads, comm: Comm, hidden: jax.Array, rows: jax.Array, ids: jax.Array
 ) -> jax.Array:
     """Returns int32 [B, 2 + D] (value, id, embedding row; floats bitcast) of this shard's best."""
-    scores = linear(rms_norm(hidden, heads.final_norm, heads.norm_eps), rows)
-    scores = jnp.where(ids >= 0, scores.astype(jnp.float32), -jnp.inf)
+    normed = rms_norm(hidden, heads.final_norm, heads.norm_eps)
+    scores = jnp.where(ids >= 0, linear(normed, rows, jnp.float32), -jnp.inf)
     best = jnp.argmax(scores, axis=-1)  # the lowest index, so the lowest id
     value = jnp.take_along_axis(scores, best[:, None], axis=1)
     best_id = ids[best]

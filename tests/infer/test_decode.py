@@ -45,7 +45,7 @@ def test_json_is_the_last_line_and_the_only_one_on_stdout(devices, mode):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_json_the_tokens_and_the_table_are_on_stdout():
-    done = run_decode(*PROMPT, "--mesh", "virtual", "--n-stages", "2")
+    done = run_decode(*PROMPT, "--cpu-devices", "1", "--n-stages", "3")
     assert done.returncode == 0, done.stderr
     for row in ("tokens", "cycles", "rejects", "alpha", "tau", "mode", "virtual", "placement"):
         assert row in done.stdout

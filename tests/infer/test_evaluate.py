@@ -27,7 +27,7 @@ def prompt_files(tmp_path):
 @pytest.mark.timeout(400)
 def test_every_figure_is_there_and_adds_up(prompt_files, tmp_path, capsys):
     out = tmp_path / "out.json"
-    argv = [*TINY, "--batch-size", "3", "--json", str(out), "--prompts", *prompt_files]
+    argv = [*TINY, "--batch-size", "2", "--json", str(out), "--prompts", *prompt_files]
     assert evaluate.main(argv) == 0
     record = json.loads(out.read_text())
     assert list(record["sets"]) == prompt_files
@@ -93,6 +93,19 @@ def test_bad_input_is_one_line_and_exit_code_2(argv, words, prompt_files, tmp_pa
     (line,) = capsys.readouterr().err.strip().split("\n")
     assert line.startswith("error: ")
     assert words in line
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["x/a.jsonl", "x/b.jsonl"], ["a", "b"]),
+        (["x/q.jsonl", "y/q.jsonl"], ["x", "y"]),
+        (["q.jsonl", "y/q.jsonl"], ["q.jsonl", "y/q.jsonl"]),
+        (["pooled.jsonl"], ["pooled.jsonl"]),
+    ],
+)
+def test_columns_have_the_shortest_names_that_tell_files_apart(paths, names):
+    assert list(evaluate.column_names(paths).values()) == names
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):

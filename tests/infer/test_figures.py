@@ -41,7 +41,10 @@ def test_differences_are_told_apart():
     assert figures["identical"] == 1
     assert figures["rounding_differences"] == 1
     assert figures["other_differences"] == 2
-    assert table_rows(figures)["identical to generate"] == "1 of 4 (1 rounding, 2 other)"
+    rows = table_rows(figures)
+    assert rows["identical to generate"] == "1 of 4"
+    assert rows["different by rounding"] == "1 of 4"
+    assert rows["different otherwise"] == "2 of 4"
 
 
 def test_what_was_not_measured_is_none_and_shown_as_a_dash():

@@ -48,6 +48,13 @@ class Case:
         return model.hidden_states(self.target.config, self.target.params, ids)
 
     @functools.cached_property
+    def outputs(self):
+        """fill -> draft outputs [B, T, D] before the norm, compiled once."""
+        args = (self.target.config, self.draft, self.params, self.hidden)
+        valid_mask = jnp.asarray(self.valid_mask)
+        return jax.jit(lambda fill: distill.draft_outputs(*args, valid_mask, fill, "reference"))
+
+    @functools.cached_property
     def loss(self):
         """(draft params, fill, temperature) -> (loss, metrics), compiled once."""
 
@@ -78,7 +85,8 @@ def case(request, golden, golden_target) -> Case:
     pdm.check_pair(golden_target.config, draft)
     params = jax.tree.map(jnp.asarray, params)
     want = np.load(folder / "train_forward.npz")
-    assert draft.n_stages == request.param and want["fills"].tolist() == [*range(1, 1 + draft.n_stages)]
+    assert draft.n_stages == request.param
+    assert want["fills"].tolist() == list(range(1, draft.n_stages + 1))
     return Case(golden_target, draft, params, want)
 
 
@@ -117,8 +125,7 @@ def test_outputs_norms_and_logits_are_the_references(case):
     stored = [fill for fill in case.fills if f"g0_fill{fill}" in case.want]
     assert {1, case.draft.n_stages} <= set(stored)
     for fill in stored:
-        args = (config, case.draft, params, case.hidden, jnp.asarray(valid))
-        out = distill.draft_outputs(*args, fill, "reference")
+        out = case.outputs(fill)
         got = {
             f"g0_fill{fill}": out,
             f"g0_normed_fill{fill}": model.normed(config, case.target.params, out),
@@ -153,10 +160,9 @@ def test_gradient_norms_are_the_references(case):
     assert n_zeros > 0  # row types that a fill leaves out
 
 
-def test_one_gradient_step_lowers_the_loss_as_the_references_does(case):
+def test_the_loss_after_one_gradient_step_is_the_references(case):
     fill = case.draft.n_stages
     grad = case.grad(case.params, fill)
     stepped = jax.tree.map(lambda p, g: p - 0.01 * g, case.params, grad)
     loss, _ = case.loss(stepped, fill, 1.0)
-    assert loss < case.want["loss"][-1]
     np.testing.assert_allclose(loss, case.want["loss_after_sgd_lr0.01_filln"], **NEAR)

@@ -9,7 +9,7 @@ import pytest
 from spd_jax.models import target as model
 from spd_jax.models.draft import init_params
 from train.config import TrainConfig
-from train.data import Row
+from train.data import Row, make_batch
 from train.evaluate import describe_figures, evaluate, lookup_counts, make_eval_step
 from train.teacher import Teacher
 
@@ -64,9 +64,14 @@ def test_a_draft_that_copies_the_target_agrees_everywhere(small, corpus, monkeyp
     figures = evaluate(eval_step, teacher, small.target_params, {}, corpus.rows, config)
     assert figures["all"]["agree_target_by_fill"] == [1.0] * draft.n_stages
     assert figures["all"]["loss"] == pytest.approx(0, abs=1e-6)
-    hits = 0
-    for row in corpus.rows:
-        hidden = model.hidden_states(small.target, small.target_params, row.ids[None])
-        best = np.asarray(model.logits(small.target, small.target_params, hidden[-1]))[0].argmax(-1)
-        hits += np.count_nonzero(best[4:-1] == row.ids[5:])  # four ids of prompt, one prefilled
+
+    @jax.jit
+    def choices(input_ids):
+        hidden = model.hidden_states(small.target, small.target_params, input_ids)
+        return model.logits(small.target, small.target_params, hidden[-1]).argmax(-1)
+
+    best = np.asarray(choices(make_batch(corpus.rows, len(corpus.rows), 24)["input_ids"]))
+    hits = 0  # four ids are the prompt and one comes from the prefill
+    for row, chosen in zip(corpus.rows, best, strict=True):
+        hits += np.count_nonzero(chosen[4 : len(row.ids) - 1] == row.ids[5:])
     assert figures["all"]["agree_text"] == hits / figures["all"]["n_scored"]

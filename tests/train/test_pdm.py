@@ -69,6 +69,10 @@ def whole_run(data, tmp_path_factory):
     return workdir, run_main(flags)
 
 
+def read_metrics(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
 class StopAfter:
     """Stands in for StopRequest: asks for a stop after some batches."""
 
@@ -90,7 +94,7 @@ def test_a_run_leaves_heads_checkpoints_metrics_and_its_record(whole_run):
     assert {path.name for path in workdir.iterdir()} == names
     for name in ("checkpoints", "heads"):
         assert sorted(path.name for path in (workdir / name).iterdir()) == ["12", "8"]
-    records = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
+    records = read_metrics(workdir)
     losses = {r["step"]: r["loss"] for r in records if "loss" in r}
     assert list(losses) == [2, 4, 6, 8, 10, 12]
     assert losses[12] < losses[2]
@@ -120,7 +124,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, ca
     assert "goes on at 7/12" in capsys.readouterr().err
     for expected, got in zip(whole_run[1], state, strict=True):
         np.testing.assert_array_equal(got, expected)
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
+    steps = [record["step"] for record in read_metrics(tmp_path)]
     assert steps == sorted(set(steps)) and steps[-1] == 12
 
 
@@ -192,13 +196,13 @@ def test_a_second_interrupt_ends_at_once():
 @pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path):
     command = [sys.executable, "-m", "train.pdm", *argv(data, tmp_path, "--steps", "100000")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if line.startswith("step 2/"):
-            process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        for line in process.stderr:
+            lines.append(line)
+            if line.startswith("step 2/"):
+                process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
     assert "stopping: SIGTERM\n" in lines
     (done,) = [line.split()[0] for line in lines if "the same command goes on" in line]
     assert (tmp_path / "checkpoints" / done).is_dir()

@@ -1,6 +1,7 @@
 """Kept states score as the whole target does; the cache gives back what it was given."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -29,11 +30,11 @@ def test_kept_states_score_as_the_whole_target_does(small, corpus, head, draft_i
     params = init_params(small.target, draft, small.target_params, jax.random.key(3))
     batch = make_batch(corpus.rows[:3], n_rows=4, length=24)
     settings = {"fill": 2, "temperature": 1.5, "mask_mode": "exact"}
-    expected, metrics = distillation_loss(
-        small.target, draft, small.target_params, params, batch, **settings
-    )
+    whole = functools.partial(distillation_loss, small.target, draft, **settings)
+    expected, metrics = jax.jit(whole)(small.target_params, params, batch)
     taught = Teacher(small.target, draft, small.target_params, corpus)(batch)
-    scores = score_positions(small.target, draft, small.target_params, params, taught, **settings)
+    kept = functools.partial(score_positions, small.target, draft, **settings)
+    scores = jax.jit(kept)(small.target_params, params, taught)
     labelled = batch["labels"][:, 1:] != IGNORED
     valid = labelled & scores.covered_mask
     np.testing.assert_allclose(masked_mean(scores.loss, valid), expected, rtol=1e-5)
