@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+import spd_jax
+
 ROUNDING_MARGIN = 1e-3  # a smaller gap between the two best logits can flip by rounding
 _BUCKET = 128  # lengths are padded to multiples of it, so that few programs are compiled
 
@@ -34,8 +36,6 @@ def padded_to_bucket(ids: Sequence[int], max_context: int) -> np.ndarray:
 
 def top2_gap(target: Any, ids: Sequence[int]) -> float:
     """Returns how far the target's best logit for the id after `ids` leads the second best."""
-    import spd_jax
-
     logits = spd_jax.target_logits(target, padded_to_bucket(ids, target.config.max_context))
     second, best = np.sort(np.asarray(logits[len(ids) - 1]))[-2:]
     return float(best - second)

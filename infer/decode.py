@@ -13,14 +13,12 @@ import sys
 from collections.abc import Sequence
 from typing import IO, Any, Literal
 
-from infer.startup import (
-    EXIT_INTERRUPTED,
-    load_subject,
-    parse_flags,
-    run,
-    say,
-    start_devices,
-)
+import spd_jax
+from infer import report
+from infer.agreement import compare_tokens
+from infer.prompts import prompt_ids
+from infer.startup import load_subject, start_devices
+from spd_jax.commandline import EXIT_INTERRUPTED, parse_flags, run, say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     flags = parse_flags(DecodeFlags, "python -m infer.decode", argv)
     start_devices(flags.cpu_devices)
-
-    import spd_jax
-    from infer import report
-    from infer.agreement import compare_tokens
-    from infer.prompts import prompt_ids
-
     subject = load_subject(flags)
     target = subject.target
     (prompt,) = prompt_ids(target, flags.target, [flags.prompt])

@@ -15,14 +15,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from infer.startup import (
-    Subject,
-    load_subject,
-    parse_flags,
-    run,
-    say,
-    start_devices,
-)
+from rich.console import Console
+from rich.progress import track
+
+import spd_jax
+from infer.agreement import compare_tokens, first_difference
+from infer.figures import Sample, set_figures, table_rows
+from infer.lookup import lookup_hits
+from infer.prompts import PromptRow, prompt_ids, read_prompts
+from infer.report import print_figures
+from infer.startup import Subject, load_subject, start_devices
+from infer.teacher_forcing import draft_agreement
+from spd_jax.commandline import parse_flags, run, say
+from spd_jax.config import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +62,7 @@ class EvaluateFlags:
     cpu_devices: int | None = None
     """Split the CPU into this many virtual devices."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype that the target and the draft run in."""
+    """The dtype that the target and the draft run in; bfloat16 match is for float32 only."""
     limit: int | None = None
     """Read only the first so many prompts of each file."""
     batch_size: int = 8
@@ -78,17 +83,11 @@ def evaluate_batch(
     flags: EvaluateFlags,
     subject: Subject,
     bf16_target: Any,
-    rows: Sequence[Any],
+    rows: Sequence[PromptRow],
     prompts: list[list[int]],
     first_seed: int,
-) -> Iterator[Any]:
+) -> Iterator[Sample]:
     """Decodes one batch in every way asked for; yields the counts of each prompt, in order."""
-    import spd_jax
-    from infer.agreement import compare_tokens, first_difference
-    from infer.figures import Sample
-    from infer.lookup import lookup_hits
-    from infer.teacher_forcing import draft_agreement
-
     limit = {"max_new_tokens": flags.max_new_tokens}
     decoded = spd_jax.decode(
         subject.target, subject.draft, prompts, **limit, **subject.decode_settings
@@ -140,8 +139,6 @@ def write_json(path: str, record: dict[str, Any]) -> None:
     Raises:
       ConfigError: the file cannot be written.
     """
-    from spd_jax.config import ConfigError
-
     part = Path(f"{path}.part")
     try:
         part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -155,16 +152,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 1 where a difference is not a rounding one."""
     flags = parse_flags(EvaluateFlags, "python -m infer.evaluate", argv)
     start_devices(flags.cpu_devices)
-
-    from rich.console import Console
-    from rich.progress import track
-
-    import spd_jax
-    from infer.figures import set_figures, table_rows
-    from infer.prompts import prompt_ids, read_prompts
-    from infer.report import print_figures
-    from spd_jax.config import ConfigError
-
     for name in ("max_new_tokens", "batch_size", "limit"):
         value = getattr(flags, name)
         if value is not None and value < 1:
@@ -173,12 +160,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"--sampled-temperature must not be negative, got {flags.sampled_temperature}"
         )
+    if flags.json and (Path(flags.json).is_dir() or not Path(flags.json).parent.is_dir()):
+        raise ConfigError(f"--json must name a file in an existing folder, got {flags.json}")
     paths = list(dict.fromkeys(flags.prompts))
     if not paths:
         raise ConfigError("--prompts needs at least one JSONL file, got none")
     rows = [row for path in paths for row in read_prompts(path, flags.limit)]
     subject, bf16_target = load_subject(flags), None
-    if not (flags.skip_bf16 or flags.skip_generate):
+    if flags.dtype == "float32" and not (flags.skip_bf16 or flags.skip_generate):
         bf16_target = spd_jax.load_target(flags.target, dtype="bfloat16")
     prompts = prompt_ids(subject.target, flags.target, [row.text for row in rows])
 

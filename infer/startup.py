@@ -1,89 +1,28 @@
-"""What the mains do before and around their work: flags, devices, errors, models.
-
-Nothing here imports jax at the top, so that `--help` is instant and `--cpu-devices` comes first.
-"""
+"""What the mains of this room do before their work: devices, stage layers, models."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import tyro
+import jax
 
-Flags = TypeVar("Flags")
-
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
-_BOX = "╭╮╰╯│─ "
-
-
-def say(line: str) -> None:
-    """Writes one line to stderr, where it cannot mix with the decoded text."""
-    print(line, file=sys.stderr, flush=True)
-
-
-def parse_flags(cls: type[Flags], prog: str, argv: Sequence[str] | None = None) -> Flags:
-    """Builds the dataclass `cls` from the command line; an error is one line and exit code 2."""
-    caught = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(caught):
-            flags = tyro.cli(cls, prog=prog, args=argv, config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if stop.code not in (0, None):
-            say(f"error: {_unboxed(caught.getvalue())}")
-        raise
-    return flags
-
-
-def _unboxed(text: str) -> str:
-    """Folds tyro's framed message into one line; the parts between its rules get a semicolon."""
-    parts: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if line.startswith(("╭", "╰")):
-            continue
-        words = line.strip(_BOX)
-        if words:
-            parts[-1].append(words)
-        elif "─" in line:
-            parts.append([])
-    return "; ".join(" ".join(part) for part in parts if part)
-
-
-def run(main: Callable[[], int]) -> None:
-    """Runs a main and exits with its code; a ConfigError is one line on stderr and code 2."""
-    try:
-        code = main()
-    except KeyboardInterrupt:
-        say("stopped")
-        code = EXIT_INTERRUPTED
-    except ValueError as error:
-        from spd_jax.config import ConfigError  # here, so that --help does not wait for jax
-
-        if not isinstance(error, ConfigError):
-            raise
-        say(f"error: {' '.join(str(error).split())}")
-        code = EXIT_USER_ERROR
-    sys.exit(code)
+import spd_jax
+from spd_jax.commandline import say
+from spd_jax.config import ConfigError
+from spd_jax.pipeline.mesh import resolve_mesh
 
 
 def start_devices(cpu_devices: int | None) -> None:
     """Makes jax start with `cpu_devices` virtual CPU devices; None leaves jax to itself.
 
     Raises:
-      ConfigError: the count is below 1, or jax has already started.
+      ConfigError: the count is below 1, or jax has already used its devices.
     """
     if cpu_devices is None:
         return
-    from spd_jax.config import ConfigError
-
     if cpu_devices < 1:
         raise ConfigError(f"--cpu-devices must be at least 1, got {cpu_devices}")
-    import jax
-
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices)
@@ -101,8 +40,6 @@ def parse_stage_layers(text: str | None) -> tuple[int, ...] | None:
     """
     if text is None:
         return None
-    from spd_jax.config import ConfigError
-
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -131,9 +68,6 @@ def load_subject(flags: Any) -> Subject:
     Raises:
       ConfigError: a file or a setting is wrong.
     """
-    import spd_jax
-    from spd_jax.pipeline.mesh import resolve_mesh
-
     stage_layers = parse_stage_layers(flags.stage_layers)
     say(f"loading {flags.target} ...")
     target = spd_jax.load_target(flags.target, dtype=flags.dtype)
@@ -158,10 +92,6 @@ def load_subject(flags: Any) -> Subject:
 
 
 def _random_draft(target: Any, n_stages: int | None, seed: int) -> Any:
-    import jax
-
-    import spd_jax
-
     n_layers = target.config.n_layers
     pipeline = spd_jax.PipelineConfig(n_layers, n_stages or min(5, n_layers))
     config = spd_jax.DraftConfig(

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+import spd_jax
 from infer.agreement import padded_to_bucket
 
 
@@ -20,15 +21,11 @@ def draft_agreement(
     Returns:
       The mean count, between 0 and len(tokens) - 1.
     """
-    import spd_jax
-
     ids = [*prompt, *tokens]
     wanted = np.arange(len(prompt) + 1, len(ids))  # positions of the scored tokens
     padded = padded_to_bucket(ids, target.config.max_context)
-    counts = []
-    for fill in range(1, n_stages + 1):
-        predicted = np.asarray(
-            spd_jax.draft_predictions(target, draft, padded, fill=fill, mask_mode="exact")
-        )
-        counts.append(np.count_nonzero(predicted[wanted - 1] == padded[wanted]))
-    return float(np.mean(counts))
+    predicted = spd_jax.draft_predictions(
+        target, draft, padded, fill=range(1, n_stages + 1), mask_mode="exact"
+    )  # [N, T]
+    agreed = np.asarray(predicted)[:, wanted - 1] == padded[wanted]
+    return float(agreed.sum(axis=1).mean())

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from spd_jax.config import ConfigError, SamplingConfig
 from spd_jax.engines import build_engine, check_not_traced, whole_params
 from spd_jax.models import distill, reference
+from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.cache import bucket_capacity
@@ -173,7 +174,15 @@ def finish_result(
     """Adds text, reason and figures to one sequence's tokens."""
     stopped = tokens[-1] in request.stop_ids.tolist()
     stats = make_stats(
-        tokens, accepted, cycles, n_stages, prefill_seconds, decode_seconds, mode, placement, devices
+        tokens,
+        accepted,
+        cycles,
+        n_stages,
+        prefill_seconds,
+        decode_seconds,
+        mode,
+        placement,
+        devices,
     )
     text = None if target.tokenizer is None else target.tokenizer.decode(tokens)
     return DecodeResult(tokens, accepted, cycles, text, "stop" if stopped else "length", stats)
@@ -232,13 +241,21 @@ def draft_predictions(
     draft: Draft,
     input_ids: Sequence[int] | jax.Array,
     *,
-    fill: int,
+    fill: int | Sequence[int],
     mask_mode: str = "exact",
 ) -> jax.Array:
-    """Returns int32 [T]: what the draft proposes to follow each position, fed the true ids [T]."""
-    ids = jnp.asarray(input_ids)[None]
-    params = whole_params(target)
-    return _predict(params, draft.params, ids, fill, target.config, draft.config, mask_mode)[0]
+    """Returns what the draft proposes to follow each position of a text, fed the true ids [T].
+
+    Args:
+      fill: tokens in flight to simulate, 1..N; a sequence of fills shares the target's pass.
+
+    Returns:
+      int32 [T], or [n_fills, T] for a sequence.
+    """
+    fills = jnp.asarray(np.atleast_1d(fill))
+    ids, params = jnp.asarray(input_ids)[None], whole_params(target)
+    best = _predict(params, draft.params, ids, fills, target.config, draft.config, mask_mode)
+    return best if np.ndim(fill) else best[0]
 
 
 @functools.partial(jax.jit, static_argnums=(2,))
@@ -248,11 +265,17 @@ def _score(params, input_ids, config):
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _predict(params, draft_params, input_ids, fill, config, draft, mask_mode):
+def _predict(params, draft_params, input_ids, fills, config, draft, mask_mode):
     hidden = model.hidden_states(config, params, input_ids)
-    logits = distill.draft_logits(
-        config, draft, params, draft_params, hidden, jnp.ones(input_ids.shape, bool), fill, mask_mode
-    )
-    best = argmax_lowest(logits)
+    everywhere = jnp.ones(input_ids.shape, bool)
+
+    def at_fill(fill):
+        out = distill.draft_outputs(
+            config, draft, draft_params, hidden, everywhere, fill, mask_mode
+        )
+        logits = pdm.logits(config, draft, draft_params, params, out)
+        return argmax_lowest(logits[0])
+
+    best = jax.lax.map(at_fill, fills)
     ids = draft.draft_ids
     return best if ids is None else jnp.asarray(ids, jnp.int32)[best]

@@ -64,6 +64,8 @@ def build_engine(
         else:
             sharded = _sharded_params(target, Layout(pipeline, mesh))
             weights = placing.mesh_weights(spec, sharded, draft.params, mesh)
+            waste = placing.wasted_bytes(spec, weights)
+            log.info("bytes in layer slots that hold nothing, per rank: %s", waste)
         kept[pipeline, mesh] = Engine(spec, mesh, weights)
     return kept[pipeline, mesh]
 

@@ -12,9 +12,9 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Literal
 
+from spd_jax.commandline import parse_flags
 from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
 from train import configs
-from train.startup import parse_flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,8 @@ class TrainConfig:
     batch_tokens: int = 512
     """Tokens of a batch, padding included: as many rows of one length as fit."""
     state_cache: bool = False
-    """Keep the target's hidden states of each row in workdir/states: later epochs read them."""
+    """Keep the target's hidden states of each row in workdir/states, for later epochs; the folder
+    may be deleted after the run."""
     epochs: float = 1.0
     """Passes over the training rows, where steps is None."""
     steps: int | None = None

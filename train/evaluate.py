@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spd_jax.config import DraftConfig, TargetConfig
-from spd_jax.models.distill import IGNORED
+from spd_jax.models.distill import IGNORED, score_positions
 from train.config import TrainConfig
 from train.data import Row, ordered_batches
-from train.scoring import score_positions
-from train.teacher import Teacher
+from train.teacher import Teacher, teacher_outputs
 
 SUMS = ("loss", "n_covered", "agree_target", "agree_text")
 EvalStep = Callable[[Any, Any, dict], dict[str, jax.Array]]
@@ -40,7 +39,7 @@ def make_eval_step(
                 draft,
                 target_params,
                 params,
-                batch,
+                *teacher_outputs(target, draft, batch),
                 fill=fill,
                 temperature=temperature,
                 mask_mode=mask_mode,

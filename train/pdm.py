@@ -18,7 +18,9 @@ from typing import Any
 
 import jax
 
+from spd_jax.commandline import run, say
 from spd_jax.config import ConfigError, DraftConfig
+from spd_jax.models.distill import kept_states
 from spd_jax.models.draft import check_pair, init_params
 from spd_jax.weights import LoadedTarget, load_target_files
 from train.checkpoint import has_checkpoint, restore_latest, save_state
@@ -29,8 +31,6 @@ from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 from train.optimizer import learning_rate, make_optimizer
 from train.publish import save_run_head
 from train.record import read_draft, write_record
-from train.scoring import kept_states
-from train.startup import run, say
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
 from train.teacher import StateCache, Teacher

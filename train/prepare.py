@@ -12,35 +12,53 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import tyro
 
 import spd_jax
 from spd_jax import ConfigError, SamplingConfig
+from spd_jax.commandline import parse_flags, run, say
 
 STEMS = Path(__file__).with_name("stems.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareConfig:
-    """What to write."""
+    """Write on-policy training data: chats in which the target wrote what is learnt from."""
 
-    out: Path  # JSONL file, appended to
-    rows: int = 2000  # conversations in the file when done
-    target: str = "smollm2-135m"  # whose text it is
-    prompts: Path | None = None  # JSONL with `turns` or `messages`; None: the target writes them
-    batch_size: int = 48  # conversations generated at once
-    temperatures: tuple[float, ...] = (0.0, 0.7)  # of the answers, one a round in turn
-    prompt_temperature: float = 1.0  # of self-written prompts
-    prompt_tokens: int = 64  # at most, of a self-written prompt
-    answer_tokens: int = 192  # at most, of an answer
+    out: Path
+    """JSONL file, appended to; a run that was stopped goes on from its last whole round."""
+    rows: int = 2000
+    """Conversations in the file when done, rounded up to whole rounds."""
+    target: str = "smollm2-135m"
+    """Whose text it is: as in infer.decode."""
+    prompts: Path | None = None
+    """JSONL with `turns` or `messages`. None: the target writes the prompts itself."""
+    batch_size: int = 48
+    """Conversations generated at once: one round."""
+    temperatures: tuple[float, ...] = (0.0, 0.7)
+    """Of the answers, one a round in turn."""
+    prompt_temperature: float = 1.0
+    """Of self-written prompts."""
+    prompt_tokens: int = 64
+    """At most, of a self-written prompt."""
+    answer_tokens: int = 192
+    """At most, of an answer."""
     seed: int = 0
-    dtype: str = "float32"
+    """Seed of the prompts and of all sampling."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype that the target runs in."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "batch_size", "prompt_tokens", "answer_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.temperatures or min(*self.temperatures, self.prompt_temperature) < 0:
+            raise ConfigError("temperatures must be one or more numbers that are not negative")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +185,9 @@ def resume(config: PrepareConfig) -> int:
     return n_rounds
 
 
-def main(config: PrepareConfig) -> None:
-    """Generates rounds until the file holds enough rows."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Generates rounds until the file holds enough rows; returns the exit code."""
+    config = parse_flags(PrepareConfig, "python -m train.prepare", argv)
     target = spd_jax.load_target(config.target, config.dtype)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
@@ -188,16 +207,9 @@ def main(config: PrepareConfig) -> None:
             os.fsync(file.fileno())
         n_tokens += sum(sum(row["loss_mask"]) for row in rows)
         rate = n_tokens / (time.perf_counter() - began)
-        print(
-            f"round {round_idx + 1}/{n_rounds}: {n_tokens} tokens written, {rate:.0f} a second",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"round {round_idx + 1}/{n_rounds}: {n_tokens} tokens written, {rate:.0f} a second")
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        main(tyro.cli(PrepareConfig, description=__doc__))
-    except ConfigError as error:
-        print(f"train.prepare: {error}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

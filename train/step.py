@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from spd_jax.config import DraftConfig, TargetConfig
-from spd_jax.models.distill import IGNORED
-from spd_jax.ops.losses import masked_mean
-from train.scoring import score_positions
+from spd_jax.models.distill import score_positions, summarise
+from train.teacher import teacher_outputs
 
 
 @functools.partial(
@@ -81,18 +80,12 @@ def make_train_step(
             draft,
             target_params,
             params,
-            batch,
+            *teacher_outputs(target, draft, batch),
             fill=fill,
             temperature=temperature,
             mask_mode=mask_mode,
         )
-        labelled = batch["labels"][:, 1:] != IGNORED
-        valid = labelled & scores.covered_mask
-        return masked_mean(scores.loss, valid), {
-            "accuracy": masked_mean((scores.guess == scores.best).astype(jnp.float32), valid),
-            "coverage": masked_mean(scores.covered_mask.astype(jnp.float32), labelled),
-            "n_valid": jnp.sum(valid),
-        }
+        return summarise(scores, batch["labels"])
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, target_params: Any, batch: dict) -> Any:

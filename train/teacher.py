@@ -16,9 +16,9 @@ import numpy as np
 
 from spd_jax.config import ConfigError, DraftConfig, TargetConfig
 from spd_jax.models import target as model
+from spd_jax.models.distill import kept_states
 from spd_jax.ops.sampling import argmax_lowest
 from train.data import Corpus
-from train.scoring import kept_states
 
 
 class Teacher:
@@ -60,6 +60,14 @@ class Teacher:
             if self._cache:
                 self._cache.write(numbers, lens, *jax.device_get((states, best)))
         return {**on_device, "states": states, "best": best}
+
+
+def teacher_outputs(
+    target: TargetConfig, draft: DraftConfig, batch: dict[str, jax.Array]
+) -> tuple[dict[int, jax.Array], jax.Array, jax.Array]:
+    """Returns what scoring takes from a Teacher's batch: hidden states, choices, valid mask."""
+    states = {b: batch["states"][:, :, k] for k, b in enumerate(kept_states(target, draft))}
+    return states, batch["best"], batch["attention_mask"] > 0
 
 
 class StateCache:

@@ -5,6 +5,9 @@ target hidden states -> anchors -> PDM under the structural mask -> logits over 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,48 +15,102 @@ import numpy as np
 from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
+from spd_jax.ops.linear import linear
 from spd_jax.ops.losses import kl_divergence, masked_mean
 from spd_jax.ops.sampling import argmax_lowest
 
 IGNORED = -100  # a label that is not scored
+Hidden = Sequence[jax.Array] | Mapping[int, jax.Array]  # [B, T, D] by hidden-state index
 
 
-def anchor_features(draft: DraftConfig, hidden: list[jax.Array]) -> jax.Array:
-    """Stacks the anchors of L+1 hidden states [B, T, D] into [B, T, M, D]."""
-    return jnp.stack([hidden[b] for b in draft.anchors], axis=2)
+class Scores(NamedTuple):
+    """The prediction made at each position but the last, [B, T-1]."""
+
+    loss: jax.Array  # float32, temperature^2 * KL(target || draft) over the draft ids
+    guess: jax.Array  # int32, the draft's choice, a full-vocabulary id
+    best: jax.Array  # int32, the target's choice
+    covered_mask: jax.Array  # bool, the target's choice is a draft id
+
+
+def kept_states(target: TargetConfig, draft: DraftConfig) -> tuple[int, ...]:
+    """The hidden-state indices that scoring reads: the anchors, and L for the target's head."""
+    return tuple(sorted({*draft.anchors, target.n_layers}))
 
 
 def draft_outputs(
     target: TargetConfig,
     draft: DraftConfig,
     params: dict,
-    hidden: list[jax.Array],
+    hidden: Hidden,
     valid_mask: jax.Array,
     fill: jax.Array | int,
     mask_mode: str,
 ) -> jax.Array:
-    """Returns the PDM's outputs [B, T, D] (before the norm) at a simulated fill."""
-    pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
+    """Returns the PDM's outputs [B, T, D] (before the norm) at a simulated fill.
+
+    Raises:
+      ConfigError: a static fill outside 1..N, or an unknown mask_mode.
+    """
     if isinstance(fill, int) and not 1 <= fill <= draft.n_stages:
         raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
-    n_tokens = hidden[0].shape[1]
-    mask = pdm.structural_mask(pipeline, draft.anchors, n_tokens, fill, mask_mode)
-    return pdm.forward(target, draft, params, anchor_features(draft, hidden), valid_mask, mask)
+    pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
+    features = jnp.stack([hidden[b] for b in draft.anchors], axis=2)  # [B, T, M, D]
+    mask = pdm.structural_mask(pipeline, draft.anchors, features.shape[1], fill, mask_mode)
+    return pdm.forward(target, draft, params, features, valid_mask, mask)
 
 
-def draft_logits(
+def score_positions(
     target: TargetConfig,
     draft: DraftConfig,
     target_params: dict,
     draft_params: dict,
-    hidden: list[jax.Array],
+    hidden: Hidden,
+    best: jax.Array,
     valid_mask: jax.Array,
+    *,
     fill: jax.Array | int,
-    mask_mode: str,
-) -> jax.Array:
-    """Returns the draft's float32 logits [B, T, W] for what follows each position."""
+    temperature: float = 1.0,
+    mask_mode: str = "exact",
+) -> Scores:
+    """Runs the draft at a simulated fill and compares it with the target at every position.
+
+    Args:
+      hidden: the target's hidden states of `kept_states`; best: int [B, T], its choices.
+      valid_mask: bool [B, T], False on padding.
+    """
     out = draft_outputs(target, draft, draft_params, hidden, valid_mask, fill, mask_mode)
-    return pdm.logits(target, draft, draft_params, target_params, out)
+    student = pdm.logits(target, draft, draft_params, target_params, out[:, :-1])
+    x = model.normed(target, target_params, hidden[target.n_layers][:, :-1])
+    head, guess = model.head_weight(target_params), argmax_lowest(student)
+    best = best[:, :-1]
+    covered = jnp.ones(best.shape, bool)
+    if draft.draft_ids is not None:
+        ids = np.asarray(draft.draft_ids, np.int32)
+        head, guess = head[ids], jnp.asarray(ids)[guess]
+        covered = jnp.asarray(np.isin(np.arange(target.vocab_size), ids))[best]
+    teacher = jax.lax.stop_gradient(linear(x, head, jnp.float32))
+    loss = kl_divergence(teacher, student, temperature) * temperature**2
+    return Scores(loss, guess, best, covered)
+
+
+def summarise(scores: Scores, labels: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Reduces scores to the loss and its metrics; `labels` int [B, T].
+
+    A position t is valid where the label at t+1 is not -100 and the target's choice is a draft
+    id.
+
+    Returns:
+      The mean loss over valid positions, and accuracy (the draft's choice is the target's, on
+      valid positions), coverage (share of labelled positions whose target choice is a draft id)
+      and n_valid.
+    """
+    labelled = labels[:, 1:] != IGNORED
+    valid = labelled & scores.covered_mask
+    return masked_mean(scores.loss, valid), {
+        "accuracy": masked_mean((scores.guess == scores.best).astype(jnp.float32), valid),
+        "coverage": masked_mean(scores.covered_mask.astype(jnp.float32), labelled),
+        "n_valid": jnp.sum(valid),
+    }
 
 
 def distillation_loss(
@@ -67,34 +124,23 @@ def distillation_loss(
     temperature: float = 1.0,
     mask_mode: str = "exact",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """KL(target || draft) over the draft ids, mean over valid positions, times temperature^2.
+    """Runs the target and scores the draft on a batch; results as in `summarise`.
 
-    A position t is valid where the label at t+1 is not -100 and the target's argmax is a draft
-    id. `batch` holds input_ids, attention_mask and labels, int [B, T].
-
-    Returns:
-      The loss and metrics: accuracy (the draft's argmax is the target's, on valid positions),
-      coverage (share of labelled positions whose target argmax is a draft id), n_valid.
+    `batch` holds input_ids, attention_mask and labels, int [B, T].
     """
     hidden = model.hidden_states(target, target_params, batch["input_ids"])
     hidden = jax.lax.stop_gradient(hidden)
-    valid_mask = batch["attention_mask"] > 0
-    out = draft_outputs(target, draft, draft_params, hidden, valid_mask, fill, mask_mode)
-    teacher = jax.lax.stop_gradient(model.logits(target, target_params, hidden[-1][:, :-1]))
-    student = pdm.logits(target, draft, draft_params, target_params, out[:, :-1])
-    best = argmax_lowest(teacher)  # [B, T-1]
-    labelled = (batch["labels"][:, 1:] != IGNORED) & valid_mask[:, :-1]
-    guess = argmax_lowest(student)
-    covered = jnp.ones_like(labelled)
-    if draft.draft_ids is not None:
-        ids = np.asarray(draft.draft_ids)
-        covered = jnp.asarray(np.isin(np.arange(target.vocab_size), ids))[best]
-        teacher, guess = jnp.take(teacher, ids, axis=-1), jnp.asarray(ids, jnp.int32)[guess]
-    valid = labelled & covered
-    loss = masked_mean(kl_divergence(teacher, student, temperature), valid) * temperature**2
-    metrics = {
-        "accuracy": masked_mean((guess == best).astype(jnp.float32), valid),
-        "coverage": masked_mean(covered.astype(jnp.float32), labelled),
-        "n_valid": jnp.sum(valid),
-    }
-    return loss, metrics
+    best = argmax_lowest(model.logits(target, target_params, hidden[-1]))
+    scores = score_positions(
+        target,
+        draft,
+        target_params,
+        draft_params,
+        hidden,
+        best,
+        batch["attention_mask"] > 0,
+        fill=fill,
+        temperature=temperature,
+        mask_mode=mask_mode,
+    )
+    return summarise(scores, batch["labels"])

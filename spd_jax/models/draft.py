@@ -128,14 +128,14 @@ def init_params(
     check_pair(target, draft)
     dtype = target_params["embed"]["weight"].dtype
     width = target.d_model
-    scale_key, proj_key, *layer_keys = jax.random.split(key, draft.n_layers + 2)
+    scale_key, projs_key, *layer_keys = jax.random.split(key, draft.n_layers + 2)
     scale = 1.0
     if draft.feature_norm == "rms":
         scale = _residual_scale(target, target_params, target.n_layers - draft.n_layers, scale_key)
-    projs = []
-    for i, proj_key in enumerate(jax.random.split(proj_key, len(draft.anchors))):
+    projs, eye = [], jnp.eye(width, dtype=dtype)
+    for i, proj_key in enumerate(jax.random.split(projs_key, len(draft.anchors))):
         noise = 0.02 * jax.random.normal(proj_key, (width, (i + 1) * width), dtype)
-        projs.append({"weight": noise.at[:, i * width :].add(scale * jnp.eye(width, dtype=dtype))})
+        projs.append({"weight": noise.at[:, i * width :].add(scale * eye)})
     config = layer_config(target, draft)
     x, zero = jnp.zeros((1, 1, width), dtype), jnp.zeros((1, 1), jnp.int32)
     layers = []

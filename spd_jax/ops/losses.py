@@ -1,4 +1,4 @@
-"""Distillation loss over the draft ids: T^2 * mean KL(softmax(target / T) || softmax(draft / T))."""
+"""Distillation: KL(softmax(target / T) || softmax(draft / T)), and means over valid positions."""
 
 import jax
 import jax.numpy as jnp

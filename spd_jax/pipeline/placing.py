@@ -21,8 +21,8 @@ from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.pipeline.comm import AXIS
 from spd_jax.pipeline.heads import Heads, shard_ids
-from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.slots import leaf_key
+from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.weights import EngineWeights
 
 ON_RANK = PartitionSpec(AXIS)
@@ -37,9 +37,7 @@ class Layout:
     mesh: Mesh
 
 
-def local_weights(
-    spec: EngineSpec, target_params: dict, draft_params: dict
-) -> EngineWeights:
+def local_weights(spec: EngineSpec, target_params: dict, draft_params: dict) -> EngineWeights:
     """The engine's view of per-layer parameters on one device; copies nothing."""
     starts = spec.pipeline.starts
     stages = [
@@ -106,9 +104,7 @@ def unshard_target(sharded: dict, config: TargetConfig, layout: Layout) -> dict:
     return params
 
 
-def mesh_weights(
-    spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh
-) -> EngineWeights:
+def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh) -> EngineWeights:
     """Adds the draft module to a sharded target: its layers on rank N, its head on all ranks."""
     n_ranks = mesh.devices.size
     slots = [dict(slot) for slot in sharded["slots"]]

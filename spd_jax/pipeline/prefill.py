@@ -146,9 +146,7 @@ def _compute_chunk(spec, comm, weights, caches, t, n_chunks, chunk, entered, fea
             return run_draft(spec, comm, layers, cache, rows, where, causal_mask(chunk), seen)
 
         out, rows = comm.run(rank, active, stage, draft)
-        written.append(
-            [_write_if(active, *pair, start) for pair in zip(cache, rows, strict=True)]
-        )
+        written.append([_write_if(active, *pair, start) for pair in zip(cache, rows, strict=True)])
         sent.append(out)
     return sent, written
 

@@ -18,6 +18,4 @@ def leaf_key(path: tuple, shape: tuple[int, ...]) -> str:
 
 def unpack_layer(slot: dict[str, jax.Array], shapes: Any) -> dict:
     """Picks the arrays of one kind of layer, with the tree of `shapes`, out of a packed slot."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: slot[leaf_key(path, x.shape)], shapes
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, x: slot[leaf_key(path, x.shape)], shapes)

@@ -8,7 +8,8 @@ import spd_jax
 from infer import evaluate
 from infer.lookup import lookup_hits
 from infer.prompts import prompt_ids, read_prompts
-from infer.startup import load_subject, parse_flags
+from infer.startup import load_subject
+from spd_jax.commandline import parse_flags
 from spd_jax.config import ConfigError
 
 TINY = ["--target", "tiny", "--mesh", "virtual", "--n-stages", "2", "--max-new-tokens", "10"]
@@ -81,6 +82,7 @@ def test_alpha_and_lookup_are_those_of_single_decodes(prompt_files, tmp_path):
         (["--prompts", "FILE", "--batch-size", "0"], "--batch-size"),
         (["--prompts", "FILE", "--sampled-temperature", "-1"], "--sampled-temperature"),
         (["--prompts", "BAD"], "bad.jsonl:2: "),
+        (["--prompts", "FILE", "--json", "/nowhere/out.json"], "--json"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv, words, prompt_files, tmp_path, capsys):

@@ -8,6 +8,7 @@ import pytest
 from infer import startup
 from infer.decode import DecodeFlags
 from infer.evaluate import EvaluateFlags
+from spd_jax import commandline
 from spd_jax.config import ConfigError
 
 PROG = "python -m infer.decode"
@@ -34,7 +35,7 @@ def error_line(capsys) -> str:
 )
 def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
     with pytest.raises(SystemExit) as stop:
-        startup.parse_flags(DecodeFlags, PROG, argv)
+        commandline.parse_flags(DecodeFlags, PROG, argv)
     assert stop.value.code == 2
     line = error_line(capsys)
     assert line.startswith("error: ")
@@ -43,7 +44,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
 
 def test_a_missing_flag_is_named(capsys):
     with pytest.raises(SystemExit) as stop:
-        startup.parse_flags(EvaluateFlags, "python -m infer.evaluate", [])
+        commandline.parse_flags(EvaluateFlags, "python -m infer.evaluate", [])
     assert stop.value.code == 2
     assert "--prompts" in error_line(capsys)
 
@@ -54,7 +55,7 @@ def test_every_flag_reaches_its_field():
         "--mesh virtual --placement dedicated --cpu-devices 6 --dtype bfloat16 --seed 9 "
         "--compare --json"
     ).split()
-    assert startup.parse_flags(DecodeFlags, PROG, argv) == DecodeFlags(
+    assert commandline.parse_flags(DecodeFlags, PROG, argv) == DecodeFlags(
         prompt="p",
         target="tiny",
         draft="d",
@@ -72,7 +73,7 @@ def test_every_flag_reaches_its_field():
 
 
 def test_no_flags_give_the_documented_defaults():
-    flags = startup.parse_flags(DecodeFlags, PROG, [])
+    flags = commandline.parse_flags(DecodeFlags, PROG, [])
     assert (flags.target, flags.draft, flags.max_new_tokens) == ("smollm2-135m", None, 128)
     assert (flags.mesh, flags.compare, flags.json) == ("auto", False, False)
 
@@ -101,7 +102,7 @@ def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, cap
         return outcome
 
     with pytest.raises(SystemExit) as stop:
-        startup.run(main)
+        commandline.run(main)
     assert stop.value.code == code
     assert capsys.readouterr().err.strip() == words
 
@@ -111,7 +112,7 @@ def test_run_shows_a_fault_of_the_program_in_full():
         raise ValueError("not the user's fault")
 
     with pytest.raises(ValueError, match="not the user's fault"):
-        startup.run(main)
+        commandline.run(main)
 
 
 @pytest.mark.parametrize("count", [0, -3])
@@ -123,6 +124,7 @@ def test_a_cpu_device_count_below_one_is_an_error(count):
 @pytest.mark.timeout(120)
 def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
     script = (
+        "import infer.decode, infer.evaluate\n"
         "from infer.startup import start_devices; from spd_jax.config import ConfigError\n"
         "start_devices(3)\n"
         "import jax; assert jax.device_count() == 3\n"
@@ -133,18 +135,3 @@ def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
     )
     assert done.stdout.strip() == "refused", done.stderr
-
-
-@pytest.mark.timeout(120)
-def test_help_does_not_start_jax():
-    script = (
-        "import sys, infer.decode, infer.evaluate\n"
-        "try: infer.decode.main(['--help'])\n"
-        "except SystemExit as stop: assert stop.code == 0\n"
-        "assert 'jax' not in sys.modules\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--stage-layers" in done.stdout

@@ -66,7 +66,12 @@ def test_greedy_text_is_that_of_hf(pair):
         want = out.sequences[0, len(prompt) :].tolist()
         assert len(want) == len(result.tokens) == n_new
         at = next(
-            (i for i, pair in enumerate(zip(result.tokens, want)) if len(set(pair)) > 1), None
+            (
+                i
+                for i, pair in enumerate(zip(result.tokens, want, strict=True))
+                if len(set(pair)) > 1
+            ),
+            None,
         )
         if at is not None:
             first, second = np.sort(out.logits[at][0].numpy())[::-1][:2]

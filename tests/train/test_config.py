@@ -5,10 +5,10 @@ import pkgutil
 
 import pytest
 
+from spd_jax.commandline import run
 from spd_jax.config import ConfigError
 from train import configs
 from train.config import TrainConfig, config_names, named_config, parse_config
-from train.startup import run
 
 PROG = "python -m train.pdm"
 

@@ -56,7 +56,7 @@ def test_a_draft_that_copies_the_target_agrees_everywhere(small, corpus, monkeyp
     config = TrainConfig(sequence_len=24, batch_tokens=96)
     draft = dataclasses.replace(small.draft, draft_ids=None, head="target")
     monkeypatch.setattr(
-        "train.scoring.draft_outputs",
+        "spd_jax.models.distill.draft_outputs",
         lambda target, draft, params, states, *_: states[target.n_layers],
     )
     teacher = Teacher(small.target, draft, small.target_params, corpus)

@@ -1,4 +1,7 @@
-"""What the mains of this room do before and around their work: flags, errors, exit codes."""
+"""What every main does before and around its work: flags, messages, errors, exit codes.
+
+The only room of the library that parses flags; nothing here imports jax.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,17 @@ def parse_flags(
 ) -> Flags:
     """Builds the dataclass `cls` from the command line.
 
+    Args:
+      default: what the flags override; each then takes a value, a boolean too. None: the
+        dataclass' own defaults, and a boolean is a bare flag.
+
     Raises:
       SystemExit: a flag is unknown (a close one is suggested) or malformed: one line, code 2.
       ConfigError: a value cannot be.
     """
     caught = io.StringIO()
     keywords = {} if default is None else {"default": default}
+    booleans = tyro.conf.FlagCreatePairsOff if default is None else tyro.conf.FlagConversionOff
     try:
         with contextlib.redirect_stderr(caught):
             return tyro.cli(
@@ -46,7 +54,7 @@ def parse_flags(
                 prog=prog,
                 args=argv,
                 description=description,
-                config=(tyro.conf.FlagConversionOff,),  # every flag takes a value
+                config=(booleans,),
                 **keywords,
             )
     except SystemExit as stop:
