@@ -128,7 +128,12 @@ def evaluate_batch(
             sample.sampled_positions = len(drawn.tokens) - 1
             sample.sampled_lookup_hits = sum(lookup_hits(prompt, drawn.tokens))
             sample.sampled_agreed = draft_agreement(
-                subject.target, subject.draft, prompt, drawn.tokens, subject.n_stages
+                subject.target,
+                subject.draft,
+                prompt,
+                drawn.tokens,
+                subject.n_stages,
+                subject.decode_settings["stage_layers"],
             )
         yield sample
 

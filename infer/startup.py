@@ -10,6 +10,7 @@ import jax
 import spd_jax
 from spd_jax.commandline import say
 from spd_jax.config import ConfigError
+from spd_jax.engines import resolve_pipeline
 from spd_jax.pipeline.mesh import resolve_mesh
 
 
@@ -71,13 +72,15 @@ def load_subject(flags: Any) -> Subject:
     stage_layers = parse_stage_layers(flags.stage_layers)
     say(f"loading {flags.target} ...")
     target = spd_jax.load_target(flags.target, dtype=flags.dtype)
-    n_stages = flags.n_stages or (len(stage_layers) if stage_layers else None)
+    n_stages = flags.n_stages
+    if n_stages is None and stage_layers is not None:
+        n_stages = len(stage_layers)
     if flags.draft is None and flags.target == "tiny":
         draft = _random_draft(target, n_stages, flags.seed)
     else:
         draft = spd_jax.load_draft(flags.draft, target)
-    n_stages = n_stages or draft.config.n_stages
-    pipeline = spd_jax.PipelineConfig(target.config.n_layers, n_stages, stage_layers)
+    pipeline = resolve_pipeline(target, draft, n_stages, stage_layers)
+    n_stages = pipeline.n_stages
     mesh = None if flags.mesh == "auto" else flags.mesh
     devices = resolve_mesh(mesh, flags.placement, n_stages)
     where = (
@@ -93,7 +96,7 @@ def load_subject(flags: Any) -> Subject:
 
 def _random_draft(target: Any, n_stages: int | None, seed: int) -> Any:
     n_layers = target.config.n_layers
-    pipeline = spd_jax.PipelineConfig(n_layers, n_stages or min(5, n_layers))
+    pipeline = spd_jax.PipelineConfig(n_layers, min(5, n_layers) if n_stages is None else n_stages)
     config = spd_jax.DraftConfig(
         anchors=pipeline.default_anchors(), n_stages=pipeline.n_stages, n_layers=1
     )

@@ -12,7 +12,12 @@ from infer.agreement import padded_to_bucket
 
 
 def draft_agreement(
-    target: Any, draft: Any, prompt: Sequence[int], tokens: Sequence[int], n_stages: int
+    target: Any,
+    draft: Any,
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    n_stages: int,
+    stage_layers: Sequence[int] | None,
 ) -> float:
     """Counts the tokens (but the first) that the draft's best guess names; mean over fills 1..N.
 
@@ -25,7 +30,12 @@ def draft_agreement(
     wanted = np.arange(len(prompt) + 1, len(ids))  # positions of the scored tokens
     padded = padded_to_bucket(ids, target.config.max_context)
     predicted = spd_jax.draft_predictions(
-        target, draft, padded, fill=range(1, n_stages + 1), mask_mode="exact"
+        target,
+        draft,
+        padded,
+        fill=range(1, n_stages + 1),
+        n_stages=n_stages,
+        stage_layers=stage_layers,
     )  # [N, T]
     agreed = np.asarray(predicted)[:, wanted - 1] == padded[wanted]
     return float(agreed.sum(axis=1).mean())

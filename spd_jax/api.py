@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import time
 from collections.abc import Sequence
 
 import jax
@@ -12,20 +12,27 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spd_jax.config import ConfigError, SamplingConfig
-from spd_jax.engines import build_engine, check_not_traced, whole_params
+from spd_jax.engines import (
+    build_engine,
+    check_belongs,
+    check_not_traced,
+    is_traced,
+    resolve_pipeline,
+    whole_params,
+)
 from spd_jax.models import distill, reference
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.cache import bucket_capacity
 from spd_jax.ops.sampling import argmax_lowest
-from spd_jax.pipeline.loop import OnTokens, decode_batch
-from spd_jax.requests import Prompt, Request, make_request
+from spd_jax.pipeline.loop import OnTokens, Stopwatch, decode_batch
+from spd_jax.pipeline.programs import TOKEN_BUCKET
+from spd_jax.requests import Prompt, Request, check_ids, make_request
 from spd_jax.results import DecodeResult, make_stats
 
 GREEDY = SamplingConfig()
 AR_CHUNK_STEPS = 256  # steps per compiled call of `generate`
-TOKEN_BUCKET = 64  # the token buffers' size is a multiple of this
 
 
 def decode(
@@ -67,14 +74,14 @@ def decode(
     Raises:
       ConfigError: the input cannot be decoded; the text says what to change.
     """
-    check_not_traced(target, draft, "decode")
+    check_not_traced((target, draft), "decode")
     if sampling.temperature > 0:
         raise ConfigError(
             f"decode supports temperature 0 (greedy) only so far, got {sampling.temperature}; "
             "use generate to sample"
         )
-    if chunk_cycles < 1:
-        raise ConfigError(f"chunk_cycles must be at least 1, got {chunk_cycles}")
+    if not isinstance(chunk_cycles, int) or chunk_cycles < 1:
+        raise ConfigError(f"chunk_cycles must be an integer of at least 1, got {chunk_cycles}")
     request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
     engine = build_engine(target, draft, n_stages, stage_layers, mesh, placement)
     decoded = decode_batch(
@@ -128,6 +135,7 @@ def generate(
     Raises:
       ConfigError: the input cannot be decoded; the text says what to change.
     """
+    check_not_traced(target, "generate")
     if sampling.top_p < 1:
         raise ConfigError(f"top_p below 1 is not supported yet, got {sampling.top_p}; use top_k")
     request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
@@ -140,16 +148,16 @@ def generate(
     static = {"config": target.config, "sampling": sampling}
     args = (params, jnp.asarray(request.prompts), lens, request.keys, stops, limit)
     start = reference.start_ar.compile(*args, capacity=capacity, n_slots=n_slots, **static)
-    began = time.perf_counter()
+    clock = Stopwatch()
     state = jax.block_until_ready(start(*args))
-    prefill_seconds = time.perf_counter() - began
+    prefill_seconds = clock.lap()
     steps = jnp.int32(AR_CHUNK_STEPS)
     args = (params, state, lens, request.keys, stops, limit, steps)
     proceed = reference.continue_ar.compile(*args, **static)
-    began = time.perf_counter()
+    clock.lap()  # compiling is not decoding
     while not bool(np.all(np.asarray(state.done))):
         state = proceed(params, state, lens, request.keys, stops, limit, steps)
-    decode_seconds = time.perf_counter() - began
+    decode_seconds = clock.lap()
     tokens, counts = np.asarray(state.tokens), np.asarray(state.n_tokens)
     results = [
         finish_result(target, request, row[:n].tolist(), prefill_seconds, decode_seconds)
@@ -196,11 +204,8 @@ def target_logits(
     With hidden_states=True also the hidden states [L+1, T, D]: index 0 is the embedding, index L
     the last layer's output before the final norm.
     """
-    input_ids = jnp.asarray(input_ids)
-    if input_ids.ndim != 1 or input_ids.shape[0] == 0:
-        raise ConfigError(f"input_ids must be [T] with T of at least 1, got {input_ids.shape}")
-    logits, hidden = _score(whole_params(target), input_ids[None], target.config)
-    return (logits, hidden) if hidden_states else logits
+    ids = _scored_ids(target, input_ids)
+    return _score(whole_params(target), ids, target.config, hidden_states)
 
 
 def pdm_loss(
@@ -212,7 +217,9 @@ def pdm_loss(
     temperature: float = 1.0,
     mask_mode: str = "exact",
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The distillation loss of a draft module on a batch; differentiable in both pytrees.
+    """The distillation loss of a draft module on a batch, differentiable in the draft.
+
+    The target is frozen: no gradient flows into it.
 
     Args:
       batch: input_ids, attention_mask and labels, int [B, T]; label -100 is ignored, label t is
@@ -224,10 +231,13 @@ def pdm_loss(
     Returns:
       The loss (mean KL over valid positions) and metrics: accuracy, coverage, n_valid.
     """
+    check_belongs(target, draft)
+    if not is_traced(batch):
+        check_ids(target, np.ravel(batch["input_ids"]), "input_ids")
     return distill.distillation_loss(
         target.config,
         draft.config,
-        whole_params(target),
+        jax.lax.stop_gradient(whole_params(target)),
         draft.params,
         batch,
         fill=fill,
@@ -242,26 +252,51 @@ def draft_predictions(
     input_ids: Sequence[int] | jax.Array,
     *,
     fill: int | Sequence[int],
+    n_stages: int | None = None,
+    stage_layers: Sequence[int] | None = None,
     mask_mode: str = "exact",
 ) -> jax.Array:
     """Returns what the draft proposes to follow each position of a text, fed the true ids [T].
 
     Args:
       fill: tokens in flight to simulate, 1..N; a sequence of fills shares the target's pass.
+      n_stages, stage_layers: as for `decode`.
 
     Returns:
       int32 [T], or [n_fills, T] for a sequence.
     """
-    fills = jnp.asarray(np.atleast_1d(fill))
-    ids, params = jnp.asarray(input_ids)[None], whole_params(target)
-    best = _predict(params, draft.params, ids, fills, target.config, draft.config, mask_mode)
+    check_belongs(target, draft)
+    pipeline = resolve_pipeline(target, draft, n_stages, stage_layers)
+    fills = np.atleast_1d(fill)
+    if fills.min() < 1 or fills.max() > pipeline.n_stages:
+        raise ConfigError(f"fill must be from 1 to n_stages {pipeline.n_stages}, got {fill}")
+    config = dataclasses.replace(
+        draft.config, n_stages=pipeline.n_stages, stage_layers=pipeline.stage_layers
+    )
+    ids, params = _scored_ids(target, input_ids), whole_params(target)
+    fills = jnp.asarray(fills, jnp.int32)
+    best = _predict(params, draft.params, ids, fills, target.config, config, mask_mode)
     return best if np.ndim(fill) else best[0]
 
 
-@functools.partial(jax.jit, static_argnums=(2,))
-def _score(params, input_ids, config):
+def _scored_ids(target: Target, input_ids: Sequence[int] | jax.Array) -> jax.Array:
+    """Returns ids int32 [1, T]; checked unless traced."""
+    if is_traced(input_ids):
+        return input_ids[None]
+    ids = check_ids(target, input_ids, "input_ids")
+    if len(ids) > target.config.max_context:
+        raise ConfigError(
+            f"input_ids: expected at most {target.config.max_context} ids (the context of "
+            f"{target.name}), got {len(ids)}; cut them"
+        )
+    return jnp.asarray(ids, jnp.int32)[None]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _score(params, input_ids, config, hidden_states):
     hidden = model.hidden_states(config, params, input_ids)
-    return model.logits(config, params, hidden[-1])[0], jnp.concatenate(hidden)
+    logits = model.logits(config, params, hidden[-1])[0]
+    return (logits, jnp.concatenate(hidden)) if hidden_states else logits
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))

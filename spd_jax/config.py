@@ -160,6 +160,11 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         n, total = self.n_stages, self.n_layers
+        counts = (n, *(self.stage_layers or ()))
+        _require(
+            all(isinstance(count, int) and not isinstance(count, bool) for count in counts),
+            f"n_stages and stage_layers must be integers, got {n!r} and {self.stage_layers!r}",
+        )
         _require(
             2 <= n <= total,
             f"n_stages must be from 2 to the target's {total} layers, got {n}; change n_stages",

@@ -25,6 +25,24 @@ _SHARDED: WeakKeyDictionary[Target, dict[Layout, dict]] = WeakKeyDictionary()
 _WHOLE: WeakKeyDictionary[Target, dict] = WeakKeyDictionary()
 
 
+def resolve_pipeline(
+    target: Target,
+    draft: Draft,
+    n_stages: int | None = None,
+    stage_layers: Sequence[int] | None = None,
+) -> PipelineConfig:
+    """Returns the stages to run: as asked for, else the draft's N, as even as possible.
+
+    Raises:
+      ConfigError: the stages do not fit the target.
+    """
+    if stage_layers is not None:
+        stage_layers = tuple(stage_layers)
+        n_stages = len(stage_layers) if n_stages is None else n_stages
+    n_stages = draft.config.n_stages if n_stages is None else n_stages
+    return PipelineConfig(target.config.n_layers, n_stages, stage_layers)
+
+
 def build_engine(
     target: Target,
     draft: Draft,
@@ -35,28 +53,29 @@ def build_engine(
 ) -> Engine:
     """Returns the engine for these settings, placing parameters the first time only.
 
+    A target that was loaded onto a mesh decodes there when the settings leave that open and its
+    stages are the ones asked for.
+
     Raises:
       ConfigError: stages, devices or the pair of target and draft do not fit.
     """
-    check_pair(target.config, draft.config)
+    check_belongs(target, draft)
+    pipeline = resolve_pipeline(target, draft, n_stages, stage_layers)
     layout = target.layout
-    if stage_layers is not None:
-        stage_layers = tuple(stage_layers)
-        n_stages = n_stages or len(stage_layers)
-    elif layout is not None and n_stages in (None, layout.pipeline.n_stages):
-        n_stages, stage_layers = layout.pipeline.n_stages, layout.pipeline.stage_layers
-    n_stages = n_stages or draft.config.n_stages
-    pipeline = PipelineConfig(target.config.n_layers, n_stages, stage_layers)
     if layout is not None and mesh is None and placement != "virtual":
-        mesh = layout.mesh
-    mesh = resolve_mesh(mesh, placement, n_stages)
+        mesh = layout.mesh if layout.pipeline == pipeline else None
+    mesh = resolve_mesh(mesh, placement, pipeline.n_stages)
 
     kept = _ENGINES.setdefault(target, WeakKeyDictionary()).setdefault(draft, {})
     if (pipeline, mesh) not in kept:
-        if n_stages != draft.config.n_stages:
+        trained = PipelineConfig(
+            target.config.n_layers, draft.config.n_stages, draft.config.stage_layers
+        )
+        if pipeline != trained:
             log.warning(
-                "%s was trained for %d stages and decodes at %d: its depth map is recomputed",
-                draft.name, draft.config.n_stages, n_stages,
+                "%s was trained for stages of %s layers and decodes with %s: its depth map is "
+                "recomputed",
+                draft.name, _counts(trained.stage_layers), _counts(pipeline.stage_layers),
             )  # fmt: skip
         spec = EngineSpec(target.config, draft.config, pipeline)
         if mesh is None:
@@ -65,15 +84,42 @@ def build_engine(
             sharded = _sharded_params(target, Layout(pipeline, mesh))
             weights = placing.mesh_weights(spec, sharded, draft.params, mesh)
             waste = placing.wasted_bytes(spec, weights)
-            log.info("bytes in layer slots that hold nothing, per rank: %s", waste)
+            log.warning(
+                "sharded over %d devices; bytes per rank in layer slots that hold nothing: %s",
+                mesh.devices.size, _counts(waste),
+            )  # fmt: skip
         kept[pipeline, mesh] = Engine(spec, mesh, weights)
     return kept[pipeline, mesh]
 
 
+def check_belongs(target: Target, draft: Draft) -> None:
+    """Raises ConfigError where a draft was made for another target."""
+    check_pair(target.config, draft.config)
+    recorded = draft.config.target_sha256
+    if recorded is not None and target.sha256 is not None and recorded != target.sha256:
+        raise ConfigError(
+            f"{draft.name}: trained on the target with sha256 {recorded[:12]}..., but "
+            f"{target.name} has {target.sha256[:12]}...; choose a head made for this target"
+        )
+    row = draft.params["projs"][0]["weight"]
+    scale = target.params["final_norm"]["weight"]
+    if (row.shape[0], row.dtype) != (scale.shape[0], scale.dtype):
+        raise ConfigError(
+            f"{draft.name}: expected width {scale.shape[0]} in {scale.dtype} as {target.name} "
+            f"has, got {row.shape[0]} in {row.dtype}; load the head for this target"
+        )
+
+
 def whole_params(target: Target) -> dict:
-    """The target's parameters, one array per layer; gathered once if it lies on a mesh."""
+    """The target's parameters, one array per layer; gathered once if it lies on a mesh.
+
+    Raises:
+      ConfigError: it lies on a mesh and is being traced by jax.jit or jax.grad.
+    """
     if target.layout is None:
         return target.params
+    if is_traced(target.params):
+        raise ConfigError(f"{target.name} lies on a mesh; load it without one to trace it")
     if target not in _WHOLE:
         log.warning("%s lies on a mesh: gathering a second, whole copy once", target.name)
         _WHOLE[target] = placing.unshard_target(target.params, target.config, target.layout)
@@ -93,14 +139,18 @@ def _sharded_params(target: Target, layout: Layout) -> dict:
     return kept[layout]
 
 
+def _counts(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
 def is_traced(tree: object) -> bool:
     """True inside `jax.jit` or `jax.grad`."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def check_not_traced(target: Target, draft: Draft, name: str) -> None:
-    """Raises ConfigError where a host loop is called under a transformation."""
-    if is_traced((target, draft)):
+def check_not_traced(tree: object, name: str) -> None:
+    """Raises ConfigError where a function with a loop on the host is being traced."""
+    if is_traced(tree):
         raise ConfigError(
             f"{name} runs a loop on the host and cannot be traced; call it outside jax.jit"
         )

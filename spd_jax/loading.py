@@ -11,11 +11,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
+from spd_jax.engines import check_belongs, whole_params
 from spd_jax.models import draft as pdm
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.pipeline.mesh import resolve_mesh
 from spd_jax.pipeline.placing import Layout, shard_target
 from spd_jax.weights import load_draft_file, load_target_files
+from spd_jax.weights.files import read_json
+from spd_jax.weights.heads import CONFIG_NAME
 
 
 def load_target(
@@ -52,7 +55,7 @@ def load_target(
         layout = Layout(pipeline, resolve_mesh(mesh, placement, n_stages))
         params = shard_target(loaded.params, loaded.config, layout)
     else:
-        resolve_mesh(mesh, placement, n_stages or 2)  # for its errors
+        resolve_mesh(mesh, placement, 2 if n_stages is None else n_stages)  # for its errors
         params = jax.tree.map(jnp.asarray, loaded.params)
     return Target(
         params, loaded.config, loaded.tokenizer, loaded.stop_ids, loaded.sha256, str(source), layout
@@ -73,14 +76,14 @@ def load_draft(source: str | Path | None, target: Target) -> Draft:
     if source is None:
         source = _shipped_head(target)
     config, params, meta = load_draft_file(source, dtype)
-    _check_made_for(target, config, meta, source)
-    return Draft(jax.tree.map(jnp.asarray, params), config, f"draft head {Path(source).name}")
+    _check_sizes(target, meta, source)
+    draft = Draft(jax.tree.map(jnp.asarray, params), config, f"draft head {Path(source).name}")
+    check_belongs(target, draft)
+    return draft
 
 
 def init_draft(target: Target, draft_config: DraftConfig, key: jax.Array) -> Draft:
     """Returns an untrained draft module: layers and head start as copies of the target's."""
-    from spd_jax.engines import whole_params
-
     params = pdm.init_params(target.config, draft_config, whole_params(target), key)
     return Draft(params, draft_config, "untrained draft")
 
@@ -88,15 +91,12 @@ def init_draft(target: Target, draft_config: DraftConfig, key: jax.Array) -> Dra
 def shipped_heads() -> Iterator[Path]:
     """The head directories that come with the package."""
     root = Path(str(resources.files("spd_jax.heads")))
-    yield from sorted(path.parent for path in root.glob("*/config.json"))
+    yield from sorted(path.parent for path in root.glob(f"*/{CONFIG_NAME}"))
 
 
 def _shipped_head(target: Target) -> Path:
-    import json
-
     for path in shipped_heads():
-        recorded = json.loads((path / "config.json").read_text())["draft"].get("target_sha256")
-        if recorded == target.sha256:
+        if read_json(path / CONFIG_NAME)["draft"].get("target_sha256") == target.sha256:
             return path
     names = ", ".join(path.name for path in shipped_heads()) or "none"
     raise ConfigError(
@@ -105,18 +105,12 @@ def _shipped_head(target: Target) -> Path:
     )
 
 
-def _check_made_for(target: Target, config: DraftConfig, meta: dict, source: str | Path) -> None:
-    for name in ("d_model", "vocab_size", "n_heads", "n_kv_heads", "head_dim"):
-        ours, theirs = getattr(target.config, name), meta.get(name)
-        if theirs is not None and theirs != ours:
+def _check_sizes(target: Target, meta: dict, source: str | Path) -> None:
+    """Raises ConfigError where the sizes that a head records of its target are others."""
+    for name, theirs in meta.items():
+        ours = getattr(target.config, name)
+        if theirs != ours:
             raise ConfigError(
                 f"draft {source}: made for a target with {name} {theirs}, but {target.name} has "
                 f"{ours}; choose a head made for this target"
             )
-    recorded = config.target_sha256
-    if recorded is not None and target.sha256 is not None and recorded != target.sha256:
-        raise ConfigError(
-            f"draft {source}: trained on the target with sha256 {recorded[:12]}..., but "
-            f"{target.name} has {target.sha256[:12]}...; choose a head made for this target"
-        )
-    pdm.check_pair(target.config, config)

@@ -42,10 +42,8 @@ def make_request(
       ConfigError: an empty prompt, ids out of range, a text without a tokenizer, more tokens
         than the context holds, a limit below 1, or a seed list of another length.
     """
-    single = isinstance(prompt, str) or _is_ids(prompt)
+    single = _is_single(prompt)
     ids = [_encode(target, p) for p in ([prompt] if single else list(prompt))]
-    if not ids:
-        raise ConfigError("prompt: expected at least one prompt, got an empty list")
     if not _is_int(max_new_tokens) or max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
     longest = max(map(len, ids))
@@ -65,25 +63,47 @@ def make_request(
 
 def pad_stop_ids(target: Target, stop_ids: Sequence[int]) -> np.ndarray:
     """Returns int32 ids padded with -1 to a power of two, so that few programs are needed."""
-    ids = sorted({int(i) for i in stop_ids})
-    if ids and not 0 <= ids[0] <= ids[-1] < target.config.vocab_size:
-        raise ConfigError(
-            f"stop_ids must be from 0 to {target.config.vocab_size - 1}, got {list(stop_ids)}"
-        )
+    ids = sorted(set(check_ids(target, stop_ids, "stop_ids"))) if np.size(stop_ids) else []
     padded = np.full(max(1, 1 << (len(ids) - 1).bit_length()) if ids else 1, -1, np.int32)
     padded[: len(ids)] = ids
     return padded
+
+
+def check_ids(target: Target, ids: object, name: str = "prompt") -> list[int]:
+    """Returns token ids as a list.
+
+    Raises:
+      ConfigError: it is empty or not a flat sequence of ids of the target's vocabulary.
+    """
+    size = target.config.vocab_size
+    wanted = f"{name}: token ids must be integers from 0 to {size - 1} (the vocabulary of "
+    try:
+        ids = np.asarray(ids)
+    except ValueError:  # ragged
+        ids = np.asarray(None)
+    if ids.size == 0:
+        raise ConfigError(f"{name}: expected at least one token, got an empty prompt")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ConfigError(f"{wanted}{target.name}), got {ids.dtype} of shape {ids.shape}")
+    bad = ids[(ids < 0) | (ids >= size)]
+    if bad.size:
+        raise ConfigError(f"{wanted}{target.name}), got {bad[0]}")
+    return ids.tolist()
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_ids(prompt: Any) -> bool:
-    """True for one prompt of token ids, the empty one too; False for a list of prompts."""
+def _is_single(prompt: Any) -> bool:
+    """True for one prompt (a text, or ids, also none), False for a list of prompts."""
+    if isinstance(prompt, str):
+        return True
     if isinstance(prompt, np.ndarray | jax.Array):
         return prompt.ndim == 1
-    return all(_is_int(x) for x in prompt) and (len(prompt) > 0 or not isinstance(prompt, list))
+    if not isinstance(prompt, Sequence):
+        raise ConfigError(f"prompt: expected a text, token ids or a list of these, got {prompt!r}")
+    return not any(isinstance(x, str | Sequence | np.ndarray | jax.Array) for x in prompt)
 
 
 def _encode(target: Target, prompt: Prompt) -> list[int]:
@@ -92,28 +112,15 @@ def _encode(target: Target, prompt: Prompt) -> list[int]:
             raise ConfigError(
                 f"prompt: {target.name} has no tokenizer; pass token ids instead of text"
             )
-        return _encode(target, target.tokenizer.encode_chat(prompt))
-    ids = [x for x in np.asarray(prompt).tolist()]
-    if not ids:
-        raise ConfigError("prompt: expected at least one token, got an empty prompt")
-    size = target.config.vocab_size
-    bad = [i for i in ids if not _is_int(i) or not 0 <= i < size]
-    if bad:
-        raise ConfigError(
-            f"prompt: token ids must be integers from 0 to {size - 1} (the vocabulary of "
-            f"{target.name}), got {bad[0]!r}"
-        )
-    return ids
+        prompt = target.tokenizer.encode_chat(prompt)
+    return check_ids(target, prompt)
 
 
 def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
     """Prompt b draws from seed + b, or from its own entry of a list."""
-    if _is_int(seed):
-        seeds = [int(seed) + b for b in range(n_batch)]
-    else:
-        seeds = [int(s) for s in seed]
-        if len(seeds) != n_batch:
-            raise ConfigError(
-                f"seed: expected one integer or {n_batch} (one per prompt), got {len(seeds)}"
-            )
-    return jnp.stack([jax.random.key(s) for s in seeds])
+    seeds = [seed + b for b in range(n_batch)] if _is_int(seed) else seed
+    if not isinstance(seeds, Sequence) or not all(map(_is_int, seeds)) or len(seeds) != n_batch:
+        raise ConfigError(
+            f"seed: expected one integer or {n_batch} of them (one per prompt), got {seed!r}"
+        )
+    return jnp.stack([jax.random.key(int(s)) for s in seeds])

@@ -51,6 +51,20 @@ class Corpus:
         return text + (f"; {self.n_cut} tokens beyond sequence_len cut" if self.n_cut else "")
 
 
+def last_answers(corpus: Corpus) -> Corpus:
+    """Scores only the last span that the target wrote in each row: its answer.
+
+    A prompt that it wrote too was drawn at another temperature, so held-out figures leave it out.
+    """
+    rows = []
+    for row in corpus.rows:
+        before = np.flatnonzero(~row.scored_mask[: np.flatnonzero(row.scored_mask)[-1]])
+        mask = row.scored_mask.copy()
+        mask[: before[-1] + 1 if before.size else 0] = False
+        rows.append(row._replace(scored_mask=mask))
+    return dataclasses.replace(corpus, rows=tuple(rows))
+
+
 def read_corpus(path: str | Path, vocab_size: int, sequence_len: int) -> Corpus:
     """Reads and checks a file of rows.
 

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 
 from spd_jax.commandline import run, say
-from spd_jax.config import ConfigError, DraftConfig
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
 from spd_jax.models.distill import kept_states
 from spd_jax.models.draft import check_pair, init_params
 from spd_jax.weights import LoadedTarget, load_target_files
 from train.checkpoint import has_checkpoint, restore_latest, save_state
 from train.config import TrainConfig, parse_config
-from train.data import Corpus, count_draft_ids, read_corpus, training_batches
+from train.data import Corpus, count_draft_ids, last_answers, read_corpus, training_batches
 from train.evaluate import describe_figures, evaluate, make_eval_step
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 from train.optimizer import learning_rate, make_optimizer
@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"loading {config.target} ...")
     target = load_target_files(config.target, config.dtype)
     corpus = read_data(config.train_data, config, target)
-    heldout = config.heldout_data and read_data(config.heldout_data, config, target)
+    heldout = None
+    if config.heldout_data:
+        heldout = last_answers(read_data(config.heldout_data, config, target))
     draft = open_run(config, target, corpus)
     target_params = jax.device_put(target.params)
     this = Run(config, target, target_params, draft, corpus, heldout, started)
@@ -161,8 +163,21 @@ def open_run(config: TrainConfig, target: LoadedTarget, corpus: Corpus) -> Draft
         say(f"{len(ids)} draft ids cover {mass:.2%} of the scored training ids")
         draft = dataclasses.replace(draft, draft_ids=ids)
     check_pair(target.config, draft)
+    check_row_types(draft, target.config.n_layers)
     write_record(workdir, config, draft, corpus.sha256)
     return draft
+
+
+def check_row_types(draft: DraftConfig, n_layers: int) -> None:
+    """Raises ConfigError where a row type would be trained on nothing."""
+    pipeline = PipelineConfig(n_layers, draft.n_stages, draft.stage_layers)
+    reached = set(pipeline.row_types(draft.anchors))
+    unused = [b for i, b in enumerate(draft.anchors) if i not in reached]
+    if unused:
+        raise ConfigError(
+            f"anchors {unused} are the deepest at no depth of {draft.n_stages} stages that end at "
+            f"layers {pipeline.starts[1:]}; drop them or move them to stage boundaries"
+        )
 
 
 def make_teacher(this: Run, corpus: Corpus) -> Teacher:

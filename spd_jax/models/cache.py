@@ -31,7 +31,10 @@ def init_cache(config: TargetConfig, n_batch: int, capacity: int, dtype: jnp.dty
 
 
 def write_row(cache: Rows, rows: Rows, positions: jax.Array) -> Rows:
-    """Writes one new row (T = 1) per sequence at positions int [B]."""
+    """Writes one new row (T = 1) per sequence at positions int [B].
+
+    A loop of slice updates: XLA's CPU backend copies the whole cache for a scatter.
+    """
 
     def write_one(b, cache):
         k, v = (lax.dynamic_slice_in_dim(rows[name], b, 1) for name in ("k", "v"))

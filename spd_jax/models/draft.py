@@ -28,6 +28,11 @@ def layer_config(target: TargetConfig, draft: DraftConfig) -> TargetConfig:
 
 def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
     """Raises ConfigError where a draft cannot belong to a target."""
+    if draft.n_layers > target.n_layers:
+        raise ConfigError(
+            f"n_layers of a draft must not exceed the target's {target.n_layers}, got "
+            f"{draft.n_layers}; lower it"
+        )
     if draft.anchors[-1] > target.n_layers:
         raise ConfigError(
             f"anchors must not exceed the target's {target.n_layers} layers, got "
@@ -157,7 +162,7 @@ def _residual_scale(
 ) -> jax.Array:
     """Median over random tokens of the root mean square of the hidden state before a layer."""
     ids = jax.random.randint(key, (1, n_tokens), 0, target.vocab_size)
-    hidden = model.hidden_states(target, params, ids)[max(layer, 0)].astype(jnp.float32)
+    hidden = model.hidden_states(target, params, ids)[layer].astype(jnp.float32)
     scale = jnp.median(jnp.sqrt(jnp.mean(hidden**2, axis=-1)))
     return scale.astype(params["embed"]["weight"].dtype)
 

@@ -26,7 +26,11 @@ class LocalComm:
     """All N + 1 ranks on one device; the heads are one shard."""
 
     n_stages: int
-    n_shards: int = 1
+
+    @property
+    def n_shards(self) -> int:
+        """How many shards the heads are cut into."""
+        return 1
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -51,12 +55,15 @@ class LocalComm:
 
     def run(self, rank: int, active: jax.Array, stage: Branch, draft: Branch) -> Any:
         """Runs the rank's work, or returns zeros where it has none in this step."""
-        work = draft if rank == self.n_stages else stage
-        return lax.cond(active, work, lambda: _zeros(self, work))
+        return self.when(active, draft if rank == self.n_stages else stage)
 
     def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         """Returns zeros that a branch may return beside a rank's own results."""
         return jnp.zeros(shape, dtype)
+
+    def when(self, active: jax.Array, work: Branch) -> Any:
+        """Runs work where the scalar `active` holds, and returns zeros where not."""
+        return lax.cond(active, work, lambda: _zeros(self, work))
 
     def select(self, table: Any, rank: int) -> Any:
         """Returns the rank's entry of a static table."""
@@ -100,6 +107,9 @@ class MeshComm:
 
     def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         return lax.pcast(jnp.zeros(shape, dtype), AXIS, to="varying")
+
+    def when(self, active: jax.Array, work: Branch) -> Any:
+        return lax.cond(active, work, lambda: _zeros(self, work))
 
     def select(self, table: Any, rank: jax.Array) -> jax.Array:
         return jnp.asarray(table)[rank]

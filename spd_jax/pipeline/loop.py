@@ -21,7 +21,7 @@ OnTokens = Callable[[int, list[int]], None]
 
 
 @dataclasses.dataclass
-class Sequence:
+class Committed:
     """One sequence of a batch, as far as it is verified."""
 
     tokens: list[int]
@@ -33,9 +33,21 @@ class Sequence:
 class Decoded:
     """A decoded batch and what it took; compilation is not counted."""
 
-    sequences: list[Sequence]
+    sequences: list[Committed]
     prefill_seconds: float
     decode_seconds: float
+
+
+class Stopwatch:
+    """Tells the seconds since the last lap."""
+
+    def __init__(self):
+        self._began = time.perf_counter()
+
+    def lap(self) -> float:
+        """Returns the seconds since the last lap, and starts the next."""
+        began, self._began = self._began, time.perf_counter()
+        return self._began - began
 
 
 def decode_batch(
@@ -56,30 +68,32 @@ def decode_batch(
     n_batch = prompts.shape[0]
     inputs = Inputs(jnp.asarray(prompt_lens), jnp.asarray(stop_ids), jnp.int32(max_new_tokens))
     fill_caches = programs.prefill(engine, prompts, inputs, max_new_tokens)
-    began = time.perf_counter()
+    clock = Stopwatch()
     state = fill_caches()
-    prefill_seconds, decode_seconds = time.perf_counter() - began, 0.0
+    prefill_seconds = clock.lap()
 
-    sequences = [Sequence([], []) for _ in range(n_batch)]
+    sequences = [Committed([], []) for _ in range(n_batch)]
     members = list(range(n_batch))  # whose sequence each row of the batch is; padding past these
-    done = _read(state, members, sequences, on_tokens)
+    done, run = _read(state, members, sequences, on_tokens), None
+    decode_seconds = 0.0
     while not all(done):
         running = [row for row, ended in enumerate(done) if not ended]
         if 2 * len(running) <= state.done.shape[0] and state.done.shape[0] > 1:
             state, inputs = programs.compact(engine, state, inputs, running)
-            members = [members[row] for row in running]
-        run = programs.chunk(engine, state, inputs, chunk_cycles)
-        began = time.perf_counter()
+            members, run = [members[row] for row in running], None
+        if run is None:
+            run = programs.chunk(engine, state, inputs, chunk_cycles)
+            clock.lap()  # compiling is not decoding
         state = run(state)
-        decode_seconds += time.perf_counter() - began
         done = _read(state, members, sequences, on_tokens)
+        decode_seconds += clock.lap()
     return Decoded(sequences, prefill_seconds, decode_seconds)
 
 
 def _read(
     state: PipelineState,
     members: list[int],
-    sequences: list[Sequence],
+    sequences: list[Committed],
     on_tokens: OnTokens | None,
 ) -> list[bool]:
     """Takes over what was committed since the last look; returns which rows are done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from spd_jax.config import ConfigError
@@ -53,4 +54,5 @@ def resolve_mesh(mesh: Mesh | str | None, placement: str, n_stages: int) -> Mesh
 
 
 def _stage_mesh(devices: list[jax.Device]) -> Mesh:
-    return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+    # Not jax.make_mesh: it may reorder the devices.
+    return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))

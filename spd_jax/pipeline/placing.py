@@ -87,7 +87,7 @@ def unshard_target(sharded: dict, config: TargetConfig, layout: Layout) -> dict:
             layers.append(
                 jax.tree_util.tree_map_with_path(
                     lambda path, x, slot=slot, s=s: jnp.asarray(
-                        _shards(slot[leaf_key(path, x.shape)])[s][0]
+                        np.asarray(_sorted_shards(slot[leaf_key(path, x.shape)])[s].data[0])
                     ),
                     shapes,
                 )
@@ -112,9 +112,10 @@ def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh
         slots.append({})
     for slot, layer in zip(slots, draft_params["layers"], strict=False):
         for key, leaf in _leaves(layer):
-            parts = _shards(slot[key]) if key in slot else [None] * n_ranks
-            parts = [None if part is None else part[0] for part in parts]
-            slot[key] = _stack([*parts[:-1], leaf], mesh)
+            if key in slot:
+                slot[key] = _with_last(slot[key], leaf, mesh)
+            else:
+                slot[key] = _stack([*[None] * (n_ranks - 1), leaf], mesh)
     table = shard_ids(np.arange(spec.target.vocab_size), n_ranks)
     own = spec.draft.head == "own" or spec.draft.draft_ids is not None
     draft, draft_table = None, None
@@ -128,8 +129,8 @@ def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh
             weight = sharded.get("lm_head", sharded["embed"])["weight"]
             parts = [part[0] for part in _shards(weight)]
             draft = _stack(
-                [_take_rows(part, ids // n_ranks, ids >= 0)
-                 for part, ids in zip(parts, draft_table, strict=True)],
+                [_take_rows(part, row // n_ranks, row >= 0)
+                 for part, row in zip(parts, draft_table, strict=True)],
                 mesh,
             )  # fmt: skip
     heads = Heads(
@@ -183,8 +184,18 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def _shards(array: jax.Array) -> list[np.ndarray]:
     """The blocks [1, ...] of a leaf [R, ...], in rank order, on the host."""
-    shards = sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
-    return [np.asarray(shard.data) for shard in shards]
+    return [np.asarray(shard.data) for shard in _sorted_shards(array)]
+
+
+def _sorted_shards(array: jax.Array) -> list[jax.Shard]:
+    return sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
+
+
+def _with_last(array: jax.Array, block: Any, mesh: Mesh) -> jax.Array:
+    """Replaces the block of the last rank; the others stay the buffers they are."""
+    blocks = [shard.data for shard in _sorted_shards(array)]
+    blocks[-1] = jax.device_put(np.asarray(block)[None], mesh.devices[-1])
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, blocks)
 
 
 def _place(array: np.ndarray, mesh: Mesh) -> jax.Array:

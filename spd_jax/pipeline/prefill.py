@@ -15,18 +15,13 @@ from spd_jax.models.layers import Rows
 from spd_jax.models.reference import is_stop
 from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline.comm import Comm
-from spd_jax.pipeline.heads import choose, embed_rows, local_best
+from spd_jax.pipeline.heads import Heads, choose, embed_rows, local_best
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.weights import EngineWeights
 
-PREFILL_CHUNK = 64
-
-
-def prefill_chunk_len(n_padded: int) -> int:
-    """Rows per chunk for prompts padded to n_padded, a power of two or a multiple of 128."""
-    return min(PREFILL_CHUNK, n_padded)
+CHUNK = 64  # rows per chunk: prompts come padded to a power of two or a multiple of 128
 
 
 def run_prefill(
@@ -46,7 +41,8 @@ def run_prefill(
     """
     n, heads, prompt_lens = spec.n_stages, weights.heads, inputs.prompt_lens
     n_batch, n_padded = prompts.shape
-    chunk = prefill_chunk_len(n_padded)
+    chunk = min(CHUNK, n_padded)
+    assert n_padded % chunk == 0, (n_padded, chunk)
     n_chunks = (jnp.max(prompt_lens) + chunk - 1) // chunk
     embedded = embed_rows(heads, comm, prompts)  # [B, T, D]
     dtype, width = embedded.dtype, embedded.shape[-1]
@@ -86,12 +82,28 @@ def run_prefill(
     )
     caches, _, _, last_hidden, anchors = lax.fori_loop(0, n_chunks + n, step, carry)
 
+    return _first_state(spec, comm, heads, caches, last_hidden, anchors, inputs, n_slots)
+
+
+def _first_state(
+    spec: EngineSpec,
+    comm: Comm,
+    heads: Heads,
+    caches: list[list[Rows]],
+    last_hidden: jax.Array,
+    anchors: jax.Array,
+    inputs: Inputs,
+    n_slots: int,
+) -> PipelineState:
+    """Commits the first token: one token in flight, the last prompt position in the ring."""
+    n, n_batch, width = spec.n_stages, *last_hidden.shape
+    dtype, prompt_lens = last_hidden.dtype, inputs.prompt_lens
     best = local_best(heads, comm, last_hidden, *heads.target_rows())
     ids, rows = choose(comm, best[None], dtype)
     first, entering = ids[0], rows[0]
     batch = jnp.arange(n_batch)
     ring = jnp.zeros((n_batch, n + 1, spec.n_anchors, width), dtype)
-    ring = ring.at[batch, last_idx % (n + 1)].set(anchors)
+    ring = ring.at[batch, (prompt_lens - 1) % (n + 1)].set(anchors)
     ring = ring.at[batch, prompt_lens % (n + 1), 0].set(entering)
     ones = jnp.ones(n_batch, jnp.int32)
     return PipelineState(

@@ -116,18 +116,14 @@ def _run_compact(state, inputs, idx, n_kept, *, mesh):
         return lambda x: jnp.take(x, idx, axis=axis)
 
     caches = jax.tree.map(take(0 if mesh is None else 1), state.caches)
+    rest = jax.tree.map(take(0), dataclasses.replace(state, caches=None, hidden=None))
+    done = rest.done | (jnp.arange(idx.shape[0]) >= n_kept)
+    rest = dataclasses.replace(rest, hidden=take(1)(state.hidden), done=done)
+    inputs = dataclasses.replace(inputs, prompt_lens=take(0)(inputs.prompt_lens))
     if mesh is not None:
-        caches = jax.lax.with_sharding_constraint(caches, NamedSharding(mesh, ON_RANK))
-    rest = dataclasses.replace(state, caches=None, hidden=None)
-    new = jax.tree.map(take(0), rest)
-    done = new.done | (jnp.arange(idx.shape[0]) >= n_kept)
-    new = dataclasses.replace(new, caches=caches, hidden=take(1)(state.hidden), done=done)
-    lens = take(0)(inputs.prompt_lens)
-    if mesh is not None:
-        new = dataclasses.replace(
-            jax.lax.with_sharding_constraint(new, NamedSharding(mesh, EVERYWHERE)), caches=caches
-        )
-    return new, dataclasses.replace(inputs, prompt_lens=lens)
+        caches = lax.with_sharding_constraint(caches, NamedSharding(mesh, ON_RANK))
+        rest, inputs = lax.with_sharding_constraint((rest, inputs), NamedSharding(mesh, EVERYWHERE))
+    return dataclasses.replace(rest, caches=caches), inputs
 
 
 def _on_ranks(fn: Callable, spec: EngineSpec, mesh: Mesh | None, *args) -> PipelineState:

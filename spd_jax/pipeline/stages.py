@@ -48,7 +48,8 @@ def run_stage(
         if isinstance(n_here, int) or slot < n_always:
             x, new = run()
         elif slot < spec.pipeline.max_layers:
-            x, new = comm.run(0, slot < n_here, run, run)
+            out, new = comm.when(slot < n_here, run)
+            x = jnp.where(slot < n_here, out, x)
         else:
             x, new = x, _no_rows(comm, cache, x.shape[1])
         passed.append(x)
@@ -78,27 +79,29 @@ def run_draft(
       kept: int [B], the one row whose keys and values are returned; None: all T.
 
     Returns:
-      The hidden state of the last row as the first thing sent, [K, B, 1, D] (or of all rows,
-      [K, B, T, D], where `kept` is None), and the new cache rows.
+      What is sent: first the hidden state of the last row, [K, B, 1, D]; zeros [K, B, T, D]
+      where `kept` is None, since filling the caches needs no output. And the new cache rows.
     """
+    n_batch, n_rows, width = rows.shape
     new_rows, x = [], rows
     n_layers, shapes = spec.draft.n_layers, model.layer_shapes(spec.draft_layer)
     for slot, cache in enumerate(caches):
         if slot >= n_layers:
-            new_rows.append(_no_rows(comm, cache, rows.shape[1]))
+            new_rows.append(_no_rows(comm, cache, n_rows))
             continue
         layer = comm.layer(layers[slot], shapes)
-        last = slot == n_layers - 1 and kept is not None
+        last = slot == n_layers - 1  # of its queries only the newest row's is of use
         n_query = 1 if last else None
         seen = mask[:, -1:] if last else mask
         x, new = model.run_layer(
             spec.draft_layer, layer, x, positions, seen, cache, cache_len, n_query
         )
         new_rows.append(new)
-    if kept is not None:
-        new_rows = [_one_row(new, kept) for new in new_rows]
-    sent = jnp.zeros((len(spec.emits[0]), *x.shape), x.dtype).at[0].set(x)
-    return sent, new_rows
+    n_sent = len(spec.emits[0])
+    if kept is None:
+        return comm.zeros((n_sent, n_batch, n_rows, width), x.dtype), new_rows
+    sent = jnp.zeros((n_sent, *x.shape), x.dtype).at[0].set(x)
+    return sent, [_one_row(new, kept) for new in new_rows]
 
 
 def _no_rows(comm: Comm, cache: Rows, n_rows: int) -> Rows:

@@ -29,7 +29,7 @@ class PipelineState:
     fill: jax.Array  # int32 [B], f, tokens in flight, 1..N; control
     n_committed: jax.Array  # int32 [B], verified ids in `tokens`; control
     n_cycles: jax.Array  # int32 [B], cycles run while not done; control
-    done: jax.Array  # bool [B], stopped or at the limit: nothing of it changes any more; control
+    done: jax.Array  # bool [B], stopped or at the limit: commits and counts nothing more; control
 
 
 @functools.partial(

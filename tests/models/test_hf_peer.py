@@ -49,7 +49,7 @@ def test_logits_are_those_of_hf(pair):
 def test_greedy_text_is_that_of_hf(pair):
     target, hf = pair
     n_new, n_differing = 32, 0
-    prompts = [np.random.default_rng(n).integers(0, 64, n).tolist() for n in (1, 7, 40, 140)]
+    prompts = [np.random.default_rng(n).integers(0, 64, n).tolist() for n in (1, 7, 140)]
     results = spd_jax.generate(target, prompts, max_new_tokens=n_new)
     for prompt, result in zip(prompts, results, strict=True):
         with torch.no_grad():

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 
 import spd_jax
-from spd_jax.config import Llama3Scaling, SamplingConfig
+from spd_jax.config import Llama3Scaling, SamplingConfig, TargetConfig
 
 MARGIN = 1e-3  # two runs in float32 may choose differently between logits this close
-LENGTHS = (1, 2, 17, 128, 129, 300)  # a prefill chunk has 128 rows
+LENGTHS = (1, 14, 300)  # a prefill chunk has 128 rows
 VARIANTS = {
     "untied": {},
-    "tied": {"tied_embeddings": True},
+    "tied": {"tied_embeddings": True, "n_kv_heads": 1},
     "llama3 rope": {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 64), "rope_theta": 5e5},
-    "one kv head": {"n_kv_heads": 1, "n_layers": 3},
 }
 
 
@@ -28,8 +27,13 @@ def tokens(results) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def target(make_target):
-    return make_target()
+def small(config) -> TargetConfig:
+    return dataclasses.replace(config, n_layers=3)
+
+
+@pytest.fixture(scope="module")
+def target(small, make_target):
+    return make_target(small, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +65,9 @@ def test_greedy_text_is_that_of_hf(golden, golden_target):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_text_is_that_of_whole_forward_passes(naive, config, make_target, variant):
-    target = make_target(dataclasses.replace(config, **VARIANTS[variant]), seed=3)
-    lengths = LENGTHS if variant == "untied" else (5, 130)
+def test_greedy_text_is_that_of_whole_forward_passes(naive, small, make_target, variant):
+    target = make_target(dataclasses.replace(small, **VARIANTS[variant]), seed=2)
+    lengths = (1, 14, 128, 129, 300) if variant == "untied" else (5, 130)
     prompts = [prompt(n, seed=n) for n in lengths]
     results = spd_jax.generate(target, prompts, max_new_tokens=20)
     near_ties = 0
@@ -75,7 +79,7 @@ def test_greedy_text_is_that_of_whole_forward_passes(naive, config, make_target,
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, top_k=20)], ids=str)
 def test_a_batch_gives_each_what_it_gets_alone(target, sampling):
-    prompts, seeds = [prompt(n, seed=n) for n in LENGTHS], [5, 1, 4, 1, 9, 2]
+    prompts, seeds = [prompt(n, seed=n) for n in LENGTHS], [5, 1, 4]
     options = {"max_new_tokens": 12, "sampling": sampling}
     together = spd_jax.generate(target, prompts, seed=seeds, **options)
     alone = [
@@ -95,16 +99,12 @@ def test_an_int_seed_counts_up_over_the_batch(target):
 
 
 def test_sampled_ids_are_drawn_from_the_conditional_distribution(naive, target):
-    """Chi-square of the first and of the second token given the first, 2000 draws in batches."""
-    ids, n, top_k, temperature = prompt(6), 2000, 4, 0.7
+    """Chi-square of the first and of the second token given the first."""
+    ids, n, top_k, temperature = prompt(6), 500, 3, 1.0
     sampling = SamplingConfig(temperature, top_k=top_k)
-    drawn = []
-    for start in range(0, n, 500):
-        results = spd_jax.generate(
-            target, [ids] * 500, max_new_tokens=2, sampling=sampling, seed=start
-        )
-        drawn += tokens(results)
-    drawn = np.array(drawn)
+    drawn = np.array(
+        tokens(spd_jax.generate(target, [ids] * n, max_new_tokens=2, sampling=sampling))
+    )
     common = np.bincount(drawn[:, 0]).argmax()
     second = drawn[drawn[:, 0] == common, 1]
     for seen, draws in (([], drawn[:, 0]), ([common], second)):
@@ -114,7 +114,7 @@ def test_sampled_ids_are_drawn_from_the_conditional_distribution(naive, target):
         want = len(draws) * p / p.sum()
         assert set(draws) <= set(top) and want.min() > 5
         counts = np.bincount(np.searchsorted(top, draws), minlength=top_k)
-        assert np.sum((counts - want) ** 2 / want) < 16.3  # exceeded once in a thousand
+        assert np.sum((counts - want) ** 2 / want) < 13.8  # exceeded once in a thousand
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])

@@ -8,9 +8,11 @@ import pytest
 from spd_jax.config import ConfigError
 from spd_jax.models.distill import IGNORED
 from train.data import (
+    Corpus,
     Row,
     bucket_len,
     count_draft_ids,
+    last_answers,
     make_batch,
     ordered_batches,
     read_corpus,
@@ -140,3 +142,12 @@ def test_draft_ids_are_the_most_frequent_scored_ids_and_the_stop_ids():
     for size in (0, 13):
         with pytest.raises(ConfigError, match="draft_vocab_size must be from 1"):
             count_draft_ids(rows, size, 12, stop_ids=(11,))
+
+
+def test_last_answers_leave_out_a_self_written_prompt():
+    mask = np.array([0, 1, 1, 0, 0, 1, 1, 1], bool)
+    corpus = Corpus((Row(np.arange(8, dtype=np.int32), mask, 0.0, 0),), "aa", 0, 0)
+    (row,) = last_answers(corpus).rows
+    assert row.scored_mask.tolist() == [False] * 5 + [True] * 3
+    whole = Corpus((Row(np.arange(3, dtype=np.int32), np.ones(3, bool), 0.0, 0),), "aa", 0, 0)
+    assert last_answers(whole).rows[0].scored_mask.all()

@@ -17,11 +17,11 @@ def get_config() -> TrainConfig:
         n_stages=5,  # anchors 0, 6, 12, 18, 24, 30: one row type per depth
         n_layers=2,
         draft_vocab_size=10240,  # with these the head file stays below 40 MB
-        sequence_len=256,
-        batch_tokens=512,
+        sequence_len=320,
+        batch_tokens=640,
         state_cache=True,  # 14 kB a token
-        epochs=3.0,
-        lr=3e-4,  # the layers start as copies of the target's: more would forget them
+        epochs=2.0,
+        lr=5e-4,
         warmup_steps=50,
         schedule="cosine",
         clip_norm=1.0,

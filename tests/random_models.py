@@ -1,0 +1,87 @@
+"""Small random targets, and draft modules for them whose acceptance is known beforehand.
+
+A draft module made of the target's own layers, fed embeddings alone, computes what the target
+computes: with all of them it is always right. Its head decides what else it can be.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.models import draft as pdm
+from spd_jax.models import target as model
+from spd_jax.models.bundle import Draft, Target
+
+CONFIG = TargetConfig(
+    vocab_size=97,  # a prime: no number of shards divides it
+    d_model=32,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_context=1024,
+    tied_embeddings=False,
+)
+NEVER = 0  # the id that no random target ever chooses
+KINDS = ("random", "perfect", "wrong", "even")
+
+
+@functools.cache
+def make_target(n_layers: int = 4, seed: int = 0) -> Target:
+    """A random target; its logit of the id NEVER is zero, so that another is always higher."""
+    config = dataclasses.replace(CONFIG, n_layers=n_layers)
+    params = _unit_gain(model.init_params(config, jax.random.key(seed)))
+    head = 3 * params["lm_head"]["weight"]
+    params["lm_head"]["weight"] = head.at[NEVER].set(0)
+    return Target(params, config, name=f"random target {seed}")
+
+
+def full_config(n_layers: int, n_stages: int) -> DraftConfig:
+    """As many layers as the target and one row type per depth: any of KINDS can have it."""
+    anchors = PipelineConfig(n_layers, n_stages).default_anchors()
+    return DraftConfig(anchors, n_stages, n_layers=n_layers, feature_norm="none")
+
+
+@functools.cache
+def make_draft(target: Target, config: DraftConfig, kind: str, seed: int = 0) -> Draft:
+    """A draft module of one of KINDS.
+
+    "random" proposes anything; "wrong" only the id that the target never chooses. The others hold
+    the target's first layers: with all of them "perfect" is always right, "even" for even ids.
+    """
+    width, n_types = target.config.d_model, len(config.anchors)
+    if kind == "random":
+        params = pdm.init_params(target.config, config, target.params, jax.random.key(seed))
+        keys = iter(jax.random.split(jax.random.key(seed), 99))
+        noise = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params)
+        params = jax.tree.map(lambda x, y: y * 0.02 if x.ndim == 2 else x, params, noise)
+        return Draft(_unit_gain(params), config, "random draft")
+    projs = [jnp.eye(width, (i + 1) * width) for i in range(n_types)]  # the embedding alone
+    params = {
+        "projs": [{"weight": proj} for proj in projs],
+        "layers": target.params["layers"][: config.n_layers],
+    }
+    if config.head == "own":
+        head, ids = target.params["lm_head"]["weight"], np.arange(target.config.vocab_size)
+        if config.draft_ids is not None:
+            ids = np.asarray(config.draft_ids)
+        kept = {"perfect": ids >= 0, "wrong": ids < 0, "even": ids % 2 == 0}[kind]
+        params["lm_head"] = {"weight": jnp.where(kept[:, None], head[ids], 0)}
+    return Draft(params, config, f"{kind} draft")
+
+
+def make_prompt(n_tokens: int, seed: int = 0) -> list[int]:
+    """Random ids."""
+    return np.random.default_rng((seed, n_tokens)).integers(0, CONFIG.vocab_size, n_tokens).tolist()
+
+
+def _unit_gain(params: dict) -> dict:
+    """Scales matrices of normal 0.02 so that each keeps the size of what it multiplies."""
+    return jax.tree.map(lambda x: x * (x.shape[1] ** -0.5 / 0.02) if x.ndim == 2 else x, params)
