@@ -3,17 +3,19 @@ target's own.
 
     python -m train.prepare --out data/train.jsonl --rows 2000
 
-One JSON object a line: `messages`, `input_ids`, `loss_mask` (1 = written by the target) and
-`temperature`. Rounds are appended whole; started again, it goes on after the last one.
+One JSON object a line: `messages`, `input_ids`, `loss_mask` (1 = written by the target),
+`temperature`, and which round and settings it is of. Started again, it goes on after the last
+whole round.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +24,7 @@ import numpy as np
 import spd_jax
 from spd_jax import ConfigError, SamplingConfig
 from spd_jax.commandline import parse_flags, run, say
+from spd_jax.weights.files import file_sha256, one_line
 
 STEMS = Path(__file__).with_name("stems.jsonl")
 
@@ -74,22 +77,28 @@ def read_prompts(path: Path) -> list[str]:
     """Returns the first user turn of each line (`turns` or `messages`).
 
     Raises:
-      ConfigError: a line that is neither, with its number; a file with no prompt.
+      ConfigError: a line that is neither, with its number; a file without prompts.
     """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot read prompts ({one_line(error)})") from None
     prompts = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                text = row["turns"][0] if "turns" in row else row["messages"][0]["content"]
-                if not isinstance(text, str) or not text.strip():
-                    raise ValueError("empty prompt")
-            except (ValueError, KeyError, IndexError, TypeError) as error:
-                raise ConfigError(
-                    f"{path}:{number}: expected an object with `turns` or `messages`, got "
-                    f"{line.strip()[:60]!r} ({error}); fix or remove the line"
-                ) from None
-            prompts.append(text)
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if "turns" in row:
+                text = row["turns"][0]
+            else:
+                text = next(m["content"] for m in row["messages"] if m["role"] == "user")
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError("empty prompt")
+        except (ValueError, LookupError, TypeError, StopIteration) as error:
+            raise ConfigError(
+                f"{path}:{number}: expected an object with `turns` or `messages`, got "
+                f"{line.strip()[:60]!r} ({error}); fix or remove the line"
+            ) from None
+        prompts.append(text)
     if not prompts:
         raise ConfigError(f"{path}: expected at least one prompt, got none")
     return prompts
@@ -168,21 +177,59 @@ def write_round(target, config: PrepareConfig, drafts: list[Draft], round_idx: i
     ]
 
 
-def whole_rows(path: Path) -> Iterator[str]:
-    """Yields the complete lines of a file that an interrupted run may have left cut."""
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            yield from (line for line in lines if line.endswith("\n"))
+def append(path: Path, rows: list[dict], mark: dict) -> None:
+    """Appends one round; its last row says so."""
+    lines = [
+        json.dumps(row | mark | {"last_of_round": i == len(rows)}, ensure_ascii=False) + "\n"
+        for i, row in enumerate(rows, 1)
+    ]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot write ({one_line(error)}); change --out") from None
 
 
-def resume(config: PrepareConfig) -> int:
-    """Cuts the file back to whole rounds and returns how many there are."""
-    rows = list(whole_rows(config.out))
-    n_rounds = len(rows) // config.batch_size
-    kept = "".join(rows[: n_rounds * config.batch_size])
-    if config.out.exists():
-        os.truncate(config.out, len(kept.encode("utf-8")))
+def resume(config: PrepareConfig, settings: str) -> int:
+    """Cuts an unfinished round off the file and returns how many rounds it holds.
+
+    Raises:
+      ConfigError: the file was not written by these settings; it is left as it is.
+    """
+    if not config.out.exists():
+        return 0
+    content = config.out.read_bytes()
+    n_rounds = end = offset = 0
+    for line in content.splitlines(keepends=True):
+        offset += len(line)
+        if not line.endswith(b"\n"):
+            break  # cut short by a kill
+        try:
+            row = json.loads(line)
+            same = row["settings"] == settings and row["round"] in (n_rounds - 1, n_rounds)
+        except (ValueError, LookupError, TypeError):
+            same = False
+        if not same:
+            raise ConfigError(
+                f"{config.out} holds rows that these settings did not write; give another --out "
+                "or the settings it was started with"
+            )
+        if row["last_of_round"]:
+            n_rounds, end = n_rounds + 1, offset
+    os.truncate(config.out, end)
     return n_rounds
+
+
+def settings_digest(config: PrepareConfig, target_sha256: str) -> str:
+    """Names everything that the rows depend on."""
+    fields = dataclasses.asdict(config) | {"target": target_sha256}
+    del fields["out"], fields["rows"]
+    if config.prompts is not None:
+        fields["prompts"] = file_sha256(config.prompts)
+    return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,9 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = spd_jax.load_target(config.target, config.dtype)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
-    config.out.parent.mkdir(parents=True, exist_ok=True)
     prompts = read_prompts(config.prompts) if config.prompts else None
-    first, began, n_tokens = resume(config), time.perf_counter(), 0
+    settings = settings_digest(config, target.sha256)
+    first, began, n_tokens = resume(config, settings), time.perf_counter(), 0
     n_rounds = -(-config.rows // config.batch_size)
     for round_idx in range(first, n_rounds):
         if prompts is None:
@@ -201,10 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             drafts = from_file(target, prompts, round_idx, config.batch_size)
         rows = write_round(target, config, drafts, round_idx)
-        with config.out.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-            file.flush()
-            os.fsync(file.fileno())
+        append(config.out, rows, {"round": round_idx, "settings": settings})
         n_tokens += sum(sum(row["loss_mask"]) for row in rows)
         rate = n_tokens / (time.perf_counter() - began)
         say(f"round {round_idx + 1}/{n_rounds}: {n_tokens} tokens written, {rate:.0f} a second")

@@ -126,21 +126,20 @@ def init_params(
 ) -> dict:
     """Returns starting parameters for training.
 
-    A row begins as its token's deepest available anchor (identity plus normal 0.02 noise), at the
-    scale that the target's last layers are used to; the layers as copies of those where the
-    shapes agree; the head as the target's rows of the draft ids.
+    A row begins as its token's deepest available anchor, at that anchor's own scale, with a
+    little noise; the layers as copies of the target's last ones where the shapes agree; the head
+    as the target's rows of the draft ids.
     """
     check_pair(target, draft)
     dtype = target_params["embed"]["weight"].dtype
     width = target.d_model
     scale_key, projs_key, *layer_keys = jax.random.split(key, draft.n_layers + 2)
-    scale = 1.0
-    if draft.feature_norm == "rms":
-        scale = _residual_scale(target, target_params, target.n_layers - draft.n_layers, scale_key)
+    scales = anchor_scales(target, draft, target_params, scale_key)
     projs, eye = [], jnp.eye(width, dtype=dtype)
     for i, proj_key in enumerate(jax.random.split(projs_key, len(draft.anchors))):
-        noise = 0.02 * jax.random.normal(proj_key, (width, (i + 1) * width), dtype)
-        projs.append({"weight": noise.at[:, i * width :].add(scale * eye)})
+        n_in = (i + 1) * width
+        noise = 0.1 * n_in**-0.5 * jax.random.normal(proj_key, (width, n_in), dtype)
+        projs.append({"weight": scales[i] * noise.at[:, i * width :].add(eye)})
     config = layer_config(target, draft)
     x, zero = jnp.zeros((1, 1, width), dtype), jnp.zeros((1, 1), jnp.int32)
     layers = []
@@ -157,14 +156,20 @@ def init_params(
     return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
 
 
-def _residual_scale(
-    target: TargetConfig, params: dict, layer: int, key: jax.Array, n_tokens: int = 64
+def anchor_scales(
+    target: TargetConfig, draft: DraftConfig, params: dict, key: jax.Array, n_tokens: int = 64
 ) -> jax.Array:
-    """Median over random tokens of the root mean square of the hidden state before a layer."""
+    """What normalising takes from each anchor: its median root mean square over random tokens.
+
+    Returns [M] in the parameters' dtype; ones where anchors are not normalised.
+    """
+    dtype = params["embed"]["weight"].dtype
+    if draft.feature_norm == "none":
+        return jnp.ones(len(draft.anchors), dtype)
     ids = jax.random.randint(key, (1, n_tokens), 0, target.vocab_size)
-    hidden = model.hidden_states(target, params, ids)[layer].astype(jnp.float32)
-    scale = jnp.median(jnp.sqrt(jnp.mean(hidden**2, axis=-1)))
-    return scale.astype(params["embed"]["weight"].dtype)
+    hidden = model.hidden_states(target, params, ids)
+    anchors = jnp.stack([hidden[b] for b in draft.anchors]).astype(jnp.float32)  # [M, 1, T, D]
+    return jnp.median(jnp.sqrt(jnp.mean(anchors**2, axis=-1)), axis=(1, 2)).astype(dtype)
 
 
 def _copy_matching(fresh: dict, source: dict) -> dict:

@@ -1,0 +1,82 @@
+"""Writing training data: what the target wrote is marked, and a stopped run goes on unchanged."""
+
+import json
+
+import pytest
+
+from spd_jax.config import ConfigError
+from train import prepare
+
+FLAGS = [
+    "--target", "tiny", "--batch-size", "2", "--prompt-tokens", "4", "--answer-tokens", "6",
+    "--temperatures", "0.0", "0.7",
+]  # fmt: skip
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    out = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    assert prepare.main(["--out", str(out), "--rows", "4", *FLAGS]) == 0
+    return out
+
+
+def test_the_mask_marks_what_the_target_wrote(written):
+    rows = rows_of(written)
+    assert [row["temperature"] for row in rows] == [0.0, 0.0, 0.7, 0.7]
+    for row in rows:
+        assert len(row["input_ids"]) == len(row["loss_mask"])
+        assert 1 <= sum(row["loss_mask"]) <= 4 + 6
+        assert row["loss_mask"][-1] == 1 and row["loss_mask"][0] == 0
+        assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(written, tmp_path):
+    whole = written.read_bytes()
+    first_round = b"".join(whole.splitlines(keepends=True)[:2])
+    for cut in (0, 10, len(first_round), len(first_round) + 9, len(whole) - 1):
+        out = tmp_path / f"{cut}.jsonl"
+        out.write_bytes(whole[:cut])
+        prepare.main(["--out", str(out), "--rows", "4", *FLAGS])
+        assert out.read_bytes() == whole, cut
+
+
+def test_foreign_rows_and_other_settings_lose_nothing(written, tmp_path):
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_text('{"mine": 1}\n')
+    with pytest.raises(ConfigError, match="did not write"):
+        prepare.main(["--out", str(foreign), "--rows", "4", *FLAGS])
+    assert foreign.read_text() == '{"mine": 1}\n'
+    before = written.read_bytes()
+    with pytest.raises(ConfigError, match="did not write"):
+        prepare.main(["--out", str(written), "--rows", "8", *FLAGS, "--seed", "1"])
+    assert written.read_bytes() == before
+
+
+def test_prompts_come_from_a_file_in_order(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    system = {"role": "system", "content": "be brief"}
+    user = {"role": "user", "content": "second"}
+    prompts.write_text(
+        json.dumps({"turns": ["first"]}) + "\n" + json.dumps({"messages": [system, user]}) + "\n"
+    )
+    out = tmp_path / "rows.jsonl"
+    prepare.main(["--out", str(out), "--rows", "2", "--prompts", str(prompts), *FLAGS])
+    rows = rows_of(out)
+    assert [row["messages"][0]["content"] for row in rows] == ["first", "second"]
+    assert all(sum(row["loss_mask"]) <= 6 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "no json\n", '{"turns": []}\n', "3\n", '{"turns": [" "]}\n']
+)
+def test_bad_prompts_are_named_by_line(content, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="prompts.jsonl"):
+        prepare.read_prompts(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        prepare.read_prompts(tmp_path / "missing.jsonl")
