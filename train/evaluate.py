@@ -15,6 +15,7 @@ import numpy as np
 
 from spd_jax.config import DraftConfig, TargetConfig
 from spd_jax.models.distill import IGNORED, score_positions
+from spd_jax.ops.lookup import hits_by_position
 from train.config import TrainConfig
 from train.data import Row, ordered_batches
 from train.teacher import Teacher, teacher_outputs
@@ -59,20 +60,10 @@ def make_eval_step(
 
 
 def lookup_counts(row: Row) -> tuple[int, int]:
-    """Counts the scored ids that a 2-gram lookup names, and the scored ids.
-
-    It proposes what followed the latest earlier occurrence of the last two ids.
-    """
-    followers: dict[tuple[int, int], int] = {}
-    hits = n_scored = 0
-    ids = row.ids.tolist()
-    for i in range(1, len(ids)):
-        pair = (ids[i - 2] if i >= 2 else -1, ids[i - 1])
-        if row.scored_mask[i] and row.scored_mask[i - 1]:
-            n_scored += 1
-            hits += followers.get(pair) == ids[i]
-        followers[pair] = ids[i]
-    return hits, n_scored
+    """Counts the scored ids that a 2-gram lookup names, and the scored ids."""
+    scored = [False, *(row.scored_mask[1:] & row.scored_mask[:-1]).tolist()]
+    hits = hits_by_position(row.ids.tolist())
+    return sum(hit and use for hit, use in zip(hits, scored, strict=True)), sum(scored)
 
 
 def evaluate(

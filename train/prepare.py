@@ -80,11 +80,13 @@ def read_prompts(path: Path) -> list[str]:
       ConfigError: a line that is neither, with its number; a file without prompts.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot read prompts ({one_line(error)})") from None
     prompts = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             if "turns" in row:

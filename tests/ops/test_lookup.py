@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from infer.lookup import lookup_hits
+from spd_jax.ops.lookup import lookup_hits
 
 
 def naive_hits(prompt: list[int], tokens: list[int]) -> list[bool]:
