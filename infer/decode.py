@@ -51,7 +51,8 @@ class DecodeFlags:
     seed: int = 0
     """Seed of everything random (greedy decoding draws nothing; a random head does)."""
     compare: bool = False
-    """Decode autoregressively too and say whether the tokens are identical (exit code 1 if not, rounding aside)."""
+    """Decode autoregressively too and say whether the tokens are identical; exit code 1 where they
+    differ by more than rounding explains."""
     json: bool = False
     """Make the last line of stdout one JSON object; everything else goes to stderr."""
 

@@ -32,10 +32,20 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden",
+        metavar="DIR",
+        type=Path,
+        default=Path(__file__).parent / "golden",
+        help="folder of the golden vectors, laid out as tests/golden/README.md says",
+    )
+
+
 @pytest.fixture(scope="session")
-def golden() -> Path:
+def golden(request: pytest.FixtureRequest) -> Path:
     """The folder of the vectors that tests compare with."""
-    return Path(__file__).parent / "golden"
+    return request.config.getoption("golden")
 
 
 @pytest.fixture

@@ -358,9 +358,12 @@ def test_other_contents_are_refused(torch_save, refused, obj):
 
 
 def test_golden_pt_and_safetensors_agree(golden, assert_same):
-    path = golden / "llama" / "n2"
-    if not (path / "head.pt").is_file():
-        pytest.skip("no golden llama head in this checkout")
-    a, b = load_draft_file(path / "head.pt"), load_draft_file(path)
-    assert a[0] == b[0] and a[2] == b[2] and a[0].anchors == (0, 4, 7)
-    assert_same(a[1], b[1])
+    paths = sorted((golden / "llama").glob("n*/head.pt"))
+    assert paths
+    for path in paths:
+        a, b = load_draft_file(path), load_draft_file(path.parent)
+        assert a[0] == b[0] and a[2] == b[2]
+        assert_same(a[1], b[1])
+        config = json.loads((path.parent / "head_config.json").read_text())
+        assert a[0].anchors == tuple(config["aggr_feature_bound"])
+        assert a[0].n_stages == config["num_stages"] and a[0].qk_norm
