@@ -3,15 +3,18 @@
 from spd_jax.api import decode, draft_predictions, generate, pdm_loss, target_logits
 from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, SamplingConfig
 from spd_jax.loading import init_draft, load_draft, load_target
+from spd_jax.models.bundle import Draft, Target
 from spd_jax.results import DecodeResult, DecodeStats
 
 __all__ = [
     "ConfigError",
     "DecodeResult",
     "DecodeStats",
+    "Draft",
     "DraftConfig",
     "PipelineConfig",
     "SamplingConfig",
+    "Target",
     "decode",
     "draft_predictions",
     "generate",

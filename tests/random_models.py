@@ -29,6 +29,7 @@ CONFIG = TargetConfig(
     max_context=1024,
     tied_embeddings=False,
 )
+INIT = 0.02  # the standard deviation of fresh matrices
 NEVER = 0  # the id that no random target ever chooses
 KINDS = ("random", "perfect", "wrong", "even")
 
@@ -37,9 +38,11 @@ KINDS = ("random", "perfect", "wrong", "even")
 def make_target(n_layers: int = 4, seed: int = 0) -> Target:
     """A random target; its logit of the id NEVER is zero, so that another is always higher."""
     config = dataclasses.replace(CONFIG, n_layers=n_layers)
-    params = _unit_gain(model.init_params(config, jax.random.key(seed)))
-    head = 3 * params["lm_head"]["weight"]
-    params["lm_head"]["weight"] = head.at[NEVER].set(0)
+    params = model.init_params(config, jax.random.key(seed))
+    embed, head = params["embed"]["weight"] / INIT, _scale(params["lm_head"]["weight"], 3)
+    layers = jax.tree.map(lambda x: _scale(x, 1.4), params["layers"])  # lively texts
+    params |= {"embed": {"weight": embed}, "layers": layers}
+    params["lm_head"] = {"weight": head.at[NEVER].set(0)}
     return Target(params, config, name=f"random target {seed}")
 
 
@@ -59,10 +62,11 @@ def make_draft(target: Target, config: DraftConfig, kind: str, seed: int = 0) ->
     width, n_types = target.config.d_model, len(config.anchors)
     if kind == "random":
         params = pdm.init_params(target.config, config, target.params, jax.random.key(seed))
-        keys = iter(jax.random.split(jax.random.key(seed), 99))
-        noise = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), params)
-        params = jax.tree.map(lambda x, y: y * 0.02 if x.ndim == 2 else x, params, noise)
-        return Draft(_unit_gain(params), config, "random draft")
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        noise = [INIT * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+        fresh = [_scale(y, 1) if y.ndim == 2 else x for x, y in zip(leaves, noise, strict=True)]
+        return Draft(jax.tree.unflatten(tree, fresh), config, "random draft")
     projs = [jnp.eye(width, (i + 1) * width) for i in range(n_types)]  # the embedding alone
     params = {
         "projs": [{"weight": proj} for proj in projs],
@@ -82,6 +86,6 @@ def make_prompt(n_tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng((seed, n_tokens)).integers(0, CONFIG.vocab_size, n_tokens).tolist()
 
 
-def _unit_gain(params: dict) -> dict:
-    """Scales matrices of normal 0.02 so that each keeps the size of what it multiplies."""
-    return jax.tree.map(lambda x: x * (x.shape[1] ** -0.5 / 0.02) if x.ndim == 2 else x, params)
+def _scale(x: jax.Array, gain: float) -> jax.Array:
+    """Scales a matrix as initialised so that it multiplies sizes by `gain`; vectors stay."""
+    return x * (gain * x.shape[1] ** -0.5 / INIT) if x.ndim == 2 else x

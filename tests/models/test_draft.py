@@ -133,6 +133,21 @@ def test_padding_changes_nothing(target, make_params):
         np.testing.assert_allclose(together[b, :n], alone[0], rtol=1e-5, atol=1e-5)
 
 
+def test_a_masked_token_is_never_seen(target, hidden, make_params):
+    draft = TYPE_PER_DEPTH["two layers"]
+    params, mask = make_params(draft), np.ones((1, N_TOKENS), bool)
+
+    def outputs(hidden):
+        args = (target.config, draft, params, hidden, jnp.asarray(mask))
+        return np.asarray(distill.draft_outputs(*args, 2, "exact"))[0]
+
+    changed = [h.at[:, 3].multiply(-1) for h in hidden]
+    assert np.abs(outputs(changed) - outputs(hidden))[4:].max() > 1e-2
+    mask[0, 3] = False
+    kept = [0, 1, 2, *range(4, N_TOKENS)]
+    np.testing.assert_array_equal(outputs(changed)[kept], outputs(hidden)[kept])
+
+
 @pytest.mark.parametrize("fill", [0, 4, -1])
 def test_an_impossible_fill_is_refused(target, hidden, make_params, fill):
     draft = TYPE_PER_DEPTH["two layers"]
@@ -201,3 +216,5 @@ def test_a_head_for_another_target_is_refused(config):
         pdm.check_pair(config, DraftConfig((0, 7), n_stages=2))
     with pytest.raises(ConfigError, match="below the target's vocab_size 64, got 64"):
         pdm.check_pair(config, DraftConfig((0, 6), n_stages=2, draft_ids=(1, 64)))
+    with pytest.raises(ConfigError, match="must not exceed the target's 6, got 7"):
+        pdm.check_pair(config, DraftConfig((0, 6), n_stages=2, n_layers=7))

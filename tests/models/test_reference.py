@@ -77,7 +77,9 @@ def test_greedy_text_is_that_of_whole_forward_passes(naive, small, make_target, 
     assert near_ties <= 1
 
 
-@pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(1.0, top_k=20)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(), SamplingConfig(1.0, top_k=20)], ids=["greedy", "sampled"]
+)
 def test_a_batch_gives_each_what_it_gets_alone(target, sampling):
     prompts, seeds = [prompt(n, seed=n) for n in LENGTHS], [5, 1, 4]
     options = {"max_new_tokens": 12, "sampling": sampling}
@@ -115,6 +117,15 @@ def test_sampled_ids_are_drawn_from_the_conditional_distribution(naive, target):
         assert set(draws) <= set(top) and want.min() > 5
         counts = np.bincount(np.searchsorted(top, draws), minlength=top_k)
         assert np.sum((counts - want) ** 2 / want) < 13.8  # exceeded once in a thousand
+
+
+def test_a_draw_depends_on_the_seed_and_the_position_alone(target):
+    """So a text goes on as it did when its beginning becomes part of the prompt."""
+    options = {"sampling": SamplingConfig(2.0), "seed": 3}
+    whole = spd_jax.generate(target, prompt(6), max_new_tokens=10, **options).tokens
+    assert len(set(whole)) > 5
+    rest = spd_jax.generate(target, prompt(6) + whole[:4], max_new_tokens=6, **options).tokens
+    assert rest == whole[4:]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])

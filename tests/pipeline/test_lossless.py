@@ -178,7 +178,7 @@ def test_a_draft_decodes_at_any_number_of_stages(texts, caplog):
     with caplog.at_level("WARNING", logger="spd_jax"):
         results = [spd_jax.decode(target, draft, make_prompt(5), **options) for _ in range(2)]
     lines = [r.getMessage() for r in caplog.records if "trained for" in r.getMessage()]
-    assert len(lines) == 1 and "trained for 2 stages" in lines[0] and "at 3" in lines[0]
+    assert len(lines) == 1 and "2,2" in lines[0] and "2,1,1" in lines[0]
     for result in results:
         assert result.tokens == texts(3)[5]
         assert all(result.accepted)
@@ -188,4 +188,4 @@ def test_a_draft_decodes_at_any_number_of_stages(texts, caplog):
 def test_the_random_texts_are_worth_comparing(texts):
     """Not one id repeated: a stage that did nothing would be seen."""
     for n in STAGES:
-        assert np.mean([len(set(text)) for text in texts(n).values()]) > 6
+        assert np.mean([len(set(text)) for text in texts(n).values()]) > 10

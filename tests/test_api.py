@@ -1,0 +1,122 @@
+"""The public functions: pairs that do not belong together, gradients, tracing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spd_jax
+from spd_jax.config import ConfigError
+from spd_jax.weights.heads import save_head
+from tests.random_models import full_config, make_draft, make_target
+
+BATCH = {
+    "input_ids": jnp.arange(12).reshape(2, 6),
+    "attention_mask": jnp.ones((2, 6), jnp.int32),
+    "labels": jnp.arange(12).reshape(2, 6),
+}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = make_target()
+    return target, make_draft(target, full_config(4, 2), "random")
+
+
+def test_gradients_reach_the_draft_and_not_the_target(pair):
+    target, draft = pair
+    loss = lambda t, d: spd_jax.pdm_loss(t, d, BATCH, fill=2)[0]  # noqa: E731
+    for_target, for_draft = jax.jit(jax.grad(loss, argnums=(0, 1)))(target, draft)
+    assert isinstance(for_draft, spd_jax.Draft) and isinstance(for_target, spd_jax.Target)
+    assert all(float(jnp.abs(g).max()) == 0 for g in jax.tree.leaves(for_target.params))
+    assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(for_draft.params["projs"][0]))
+
+
+def test_both_pass_through_jit(pair):
+    target, draft = pair
+    same_target, same_draft = jax.jit(lambda *both: both)(target, draft)
+    assert same_target.config == target.config and same_draft.config == draft.config
+    jax.tree.map(np.testing.assert_array_equal, same_target.params, target.params)
+
+
+def test_host_loops_refuse_to_be_traced(pair):
+    target, draft = pair
+    for call in (lambda t: spd_jax.generate(t, [1]), lambda t: spd_jax.decode(t, draft, [1])):
+        with pytest.raises(ConfigError, match="cannot be traced"):
+            jax.jit(lambda t, call=call: call(t).tokens)(target)
+
+
+def test_target_logits_scores_every_position(pair):
+    target, _ = pair
+    logits, hidden = spd_jax.target_logits(target, [1, 2, 3], hidden_states=True)
+    assert logits.shape == (3, 97) and hidden.shape == (5, 3, 32)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_array_equal(spd_jax.target_logits(target, [1, 2, 3]), logits)
+    np.testing.assert_array_equal(hidden[0], target.params["embed"]["weight"][jnp.arange(1, 4)])
+    with pytest.raises(ConfigError, match="from 0 to 96"):
+        spd_jax.target_logits(target, [1, 97])
+    with pytest.raises(ConfigError, match="at most 1024"):
+        spd_jax.target_logits(target, [1] * 1025)
+
+
+def test_predictions_for_several_fills_are_those_of_each(pair):
+    target, draft = pair
+    ids = list(range(10, 18))
+    many = spd_jax.draft_predictions(target, draft, ids, fill=[1, 2])
+    assert many.shape == (2, 8)
+    for row, fill in zip(many, (1, 2), strict=True):
+        alone = spd_jax.draft_predictions(target, draft, ids, fill=fill)
+        np.testing.assert_array_equal(row, alone)
+    with pytest.raises(ConfigError, match="from 1 to n_stages 2, got 3"):
+        spd_jax.draft_predictions(target, draft, ids, fill=3)
+    assert spd_jax.draft_predictions(target, draft, ids, fill=3, n_stages=4).shape == (8,)
+
+
+def test_a_fill_beyond_the_stages_is_an_error(pair):
+    with pytest.raises(ConfigError, match="fill must be from 1 to n_stages 2, got 0"):
+        spd_jax.pdm_loss(*pair, BATCH, fill=0)
+    with pytest.raises(ConfigError, match="mask_mode"):
+        spd_jax.pdm_loss(*pair, BATCH, fill=1, mask_mode="roughly")
+
+
+def with_config(draft, **changes):
+    return dataclasses.replace(draft, config=dataclasses.replace(draft.config, **changes))
+
+
+def test_a_draft_of_another_target_is_refused(pair):
+    target, draft = pair
+    known = dataclasses.replace(target, sha256="a" * 64)
+    own, foreign = (with_config(draft, target_sha256=c * 64) for c in "ab")
+    decode = lambda d: spd_jax.decode(known, d, [1], max_new_tokens=1, mesh="virtual")  # noqa: E731
+    assert decode(own).cycles == 0
+    with pytest.raises(ConfigError, match="sha256 bbbbbbbbbbbb"):
+        decode(foreign)
+    with pytest.raises(ConfigError, match="sha256"):
+        spd_jax.pdm_loss(known, foreign, BATCH, fill=1)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), draft)
+    with pytest.raises(ConfigError, match="expected width 32 in float32"):
+        decode(narrow)
+    with pytest.raises(ConfigError, match="anchors must not exceed"):
+        decode(with_config(draft, anchors=(0, 9)))
+
+
+def test_a_saved_head_loads_for_its_own_target_only(pair, tmp_path):
+    target, draft = pair
+    known = dataclasses.replace(target, sha256="a" * 64)
+    config = dataclasses.replace(draft.config, target_sha256="a" * 64)
+    save_head(tmp_path / "head", config, target.config, jax.device_get(draft.params), "card")
+    loaded = spd_jax.load_draft(tmp_path / "head", known)
+    assert loaded.config == config
+    with pytest.raises(ConfigError, match="sha256"):
+        spd_jax.load_draft(tmp_path / "head", dataclasses.replace(target, sha256="c" * 64))
+    with pytest.raises(ConfigError, match="n_layers 4"):
+        spd_jax.load_draft(tmp_path / "head", make_target(8))
+    with pytest.raises(ConfigError, match="is not there"):
+        spd_jax.load_draft(tmp_path / "nothing", known)
+
+
+def test_no_head_is_shipped_for_an_unknown_target(pair):
+    with pytest.raises(ConfigError, match="no draft head is shipped for random target"):
+        spd_jax.load_draft(None, pair[0])
