@@ -42,17 +42,17 @@ def test_a_drafter_that_is_always_wrong(n, n_layers, mode, n_new):
 @pytest.mark.parametrize(("n", "n_layers", "mode"), SETTINGS)
 def test_every_rejection_costs_one_refill(n, n_layers, mode):
     """N_new - 1 + (N-1)(1 + rejects), less N-1 where the last token is itself a rejection."""
-    last = set()
+    counts, last = set(), set()
     for length in range(1, 2 * n + 2):
         for n_new in (11, 12, 40):
             result = decode(n, n_layers, mode, "even", length, n_new)
             rejects = result.accepted.count(False)
             assert result.stats.rejects == rejects
-            assert 0 < rejects < n_new - 1
             cycles = n_new - 1 + (n - 1) * (1 + rejects)
             assert result.cycles == cycles - (0 if result.accepted[-1] else n - 1)
+            counts.add(rejects)
             last.add(result.accepted[-1])
-    assert last == {True, False}
+    assert len(counts) > 5 and last == {True, False}
 
 
 @pytest.mark.parametrize(("n", "n_layers", "mode"), SETTINGS)
@@ -84,9 +84,6 @@ def test_no_cycle_where_the_first_token_ends_it(n, n_layers, mode):
 
 def test_accept_length_in_the_long_run():
     """tau -> N / (1 + (N-1)(1-alpha)): the first fill is all that a short run adds."""
-    n, errors = 4, []
-    for n_new in (40, 500):
-        result = decode(n, 4, "virtual", "even", n_new=n_new)
-        limit = n / (1 + (n - 1) * (1 - result.stats.alpha))
-        errors.append(abs(result.stats.tau / limit - 1))
-    assert errors[1] < 0.01
+    result = decode(4, 4, "virtual", "even", n_new=500)
+    assert 0.2 < result.stats.alpha < 0.8
+    assert result.stats.tau == pytest.approx(4 / (1 + 3 * (1 - result.stats.alpha)), rel=0.01)

@@ -1,5 +1,7 @@
 """Where a text ends, and that nothing is shown before it is verified."""
 
+import dataclasses
+
 import pytest
 
 import spd_jax
@@ -83,23 +85,18 @@ def test_no_ends_at_all(decode):
     assert (len(whole.tokens), whole.finish_reason) == (40, "length")
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_the_target_names_the_ends(mesh):
+def test_the_target_names_the_ends():
     """stop_ids=None: those of the target; generate stops there too."""
-    import dataclasses
-
     plain = make_target(4, seed=4)
-    text = spd_jax.generate(plain, make_prompt(5), max_new_tokens=40).tokens
+    draft, prompt = make_draft(plain, full_config(4, 4), "even"), make_prompt(5)
+    text = spd_jax.generate(plain, prompt, max_new_tokens=40).tokens
     assert len(text) == 40  # a model that names no end ids has none
     target = dataclasses.replace(plain, stop_ids=(text[6], NEVER))
-    options = dict(max_new_tokens=40, mesh="virtual")
-    result = spd_jax.decode(
-        target, make_draft(plain, full_config(4, 4), "even"), make_prompt(5), **options
-    )
-    want = text[: text.index(text[6]) + 1]
-    assert result.tokens == want and result.finish_reason == "stop"
-    generated = spd_jax.generate(target, make_prompt(5), max_new_tokens=40)
-    assert generated.tokens == want and generated.finish_reason == "stop"
+    decoded = spd_jax.decode(target, draft, prompt, max_new_tokens=40, mesh="virtual")
+    generated = spd_jax.generate(target, prompt, max_new_tokens=40)
+    for result in (decoded, generated):
+        assert result.tokens == text[: text.index(text[6]) + 1]
+        assert result.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("n_new", [2, 5, 13])
