@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -19,6 +20,7 @@ Flags = TypeVar("Flags")
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _BOX = "╭╮╰╯│─ "
 
 
@@ -84,6 +86,9 @@ def run(main: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         say("stopped")
         code = EXIT_INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_BROKEN_PIPE
     except ConfigError as error:
         say(f"error: {' '.join(str(error).split())}")
         code = EXIT_USER_ERROR

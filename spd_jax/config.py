@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import operator
 from typing import Any
 
 
@@ -17,6 +18,16 @@ class ConfigError(ValueError):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+def _as_ints(name: str, values: Any) -> tuple[int, ...]:
+    """Returns integers of any kind as a hashable tuple; a boolean or a float is an error."""
+    try:
+        values = tuple(values)
+        _require(not any(isinstance(v, bool) for v in values), f"{name} must be integers")
+        return tuple(operator.index(v) for v in values)
+    except TypeError:
+        raise ConfigError(f"{name} must be integers, got {values!r}") from None
 
 
 def from_fields(cls: type, fields: dict[str, Any], source: str) -> Any:
@@ -105,6 +116,10 @@ class DraftConfig:
     target_sha256: str | None = None  # of the weights it was trained on; None: not recorded
 
     def __post_init__(self) -> None:
+        for name in ("anchors", "draft_ids", "stage_layers"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _as_ints(name, value))
         a = self.anchors
         _require(
             len(a) >= 1 and a[0] == 0 and all(x < y for x, y in zip(a, a[1:], strict=False)),
@@ -160,11 +175,10 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         n, total = self.n_stages, self.n_layers
-        counts = (n, *(self.stage_layers or ()))
-        _require(
-            all(isinstance(count, int) and not isinstance(count, bool) for count in counts),
-            f"n_stages and stage_layers must be integers, got {n!r} and {self.stage_layers!r}",
-        )
+        object.__setattr__(self, "n_stages", _as_ints("n_stages", (n,))[0])
+        if self.stage_layers is not None:
+            layers = _as_ints("stage_layers", self.stage_layers)
+            object.__setattr__(self, "stage_layers", layers)
         _require(
             2 <= n <= total,
             f"n_stages must be from 2 to the target's {total} layers, got {n}; change n_stages",

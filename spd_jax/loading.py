@@ -108,7 +108,7 @@ def _shipped_head(target: Target) -> Path:
 def _check_sizes(target: Target, meta: dict, source: str | Path) -> None:
     """Raises ConfigError where the sizes that a head records of its target are others."""
     for name, theirs in meta.items():
-        ours = getattr(target.config, name)
+        ours = getattr(target.config, name, None)
         if theirs != ours:
             raise ConfigError(
                 f"draft {source}: made for a target with {name} {theirs}, but {target.name} has "

@@ -123,4 +123,6 @@ def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
         raise ConfigError(
             f"seed: expected one integer or {n_batch} of them (one per prompt), got {seed!r}"
         )
+    if not all(-(2**63) <= s < 2**63 for s in seeds):
+        raise ConfigError(f"seed: expected 64-bit integers, got {seed!r}")
     return jnp.stack([jax.random.key(int(s)) for s in seeds])

@@ -59,6 +59,7 @@ BAD = {
     "more than the context": ({"prompt": [1] * 9, "max_new_tokens": 1016}, "context of 1024"),
     "a stop id beyond": ({"prompt": [1], "stop_ids": [97]}, "stop_ids.*got 97"),
     "too few seeds": ({"prompt": [[1], [2]], "seed": [1]}, "one integer or 2"),
+    "a seed of 65 bits": ({"prompt": [1], "seed": 2**64}, "64-bit integers"),
     "a float seed": ({"prompt": [1], "seed": 1.5}, "one integer or 1"),
 }
 

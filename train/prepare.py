@@ -26,6 +26,7 @@ from spd_jax import ConfigError, SamplingConfig
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.weights.files import file_sha256, one_line
 
+OWN_START = b'{"messages": '  # of every row written here
 STEMS = Path(__file__).with_name("stems.jsonl")
 
 
@@ -207,11 +208,12 @@ def resume(config: PrepareConfig, settings: str) -> int:
     n_rounds = end = offset = 0
     for line in content.splitlines(keepends=True):
         offset += len(line)
-        if not line.endswith(b"\n"):
+        if not line.endswith(b"\n") and line.startswith(OWN_START[: len(line)]):
             break  # cut short by a kill
         try:
             row = json.loads(line)
-            same = row["settings"] == settings and row["round"] in (n_rounds - 1, n_rounds)
+            same = (row["settings"], row["round"]) == (settings, n_rounds)
+            ends_round = row["last_of_round"]
         except (ValueError, LookupError, TypeError):
             same = False
         if not same:
@@ -219,7 +221,7 @@ def resume(config: PrepareConfig, settings: str) -> int:
                 f"{config.out} holds rows that these settings did not write; give another --out "
                 "or the settings it was started with"
             )
-        if row["last_of_round"]:
+        if ends_round:
             n_rounds, end = n_rounds + 1, offset
     os.truncate(config.out, end)
     return n_rounds

@@ -3,14 +3,13 @@
 import re
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import spd_jax
-from spd_jax.engines import build_engine
 from spd_jax.pipeline import programs
-from spd_jax.pipeline.state import Inputs
-from spd_jax.requests import make_request
+from tests.pipeline.conftest import MESHES
+from tests.pipeline.stepping import Stepper, start
+from tests.pipeline.test_lossless import layers_for
 from tests.random_models import full_config, make_draft, make_prompt, make_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -21,22 +20,26 @@ COLLECTIVES = (
 )  # fmt: skip
 OPERATION = re.compile(r"= \(?(?:\w+\[[\d,]*\]\S*,? ?)+\)? ([\w\-]+)\(")
 RESULT = re.compile(r"= \w+\[([\d,]*)\]\S* ([\w\-]+)\(")
+# What may give an array of a cache's shape: nothing here moves more than a row. A fusion is known
+# by the operations inside it, which the text lists too.
+IN_PLACE = {
+    "parameter", "get-tuple-element", "bitcast", "dynamic-update-slice", "scatter", "fusion",
+}  # fmt: skip
 
 
-def compiled_chunk(n_stages: int, n_batch: int, mesh: str | None):
-    """The program text of a chunk of cycles, and the size of one layer's key cache."""
-    target = make_target(8, seed=n_stages)
-    draft = make_draft(target, full_config(8, n_stages), "random")
-    engine = build_engine(target, draft, n_stages, None, mesh, "auto")
+@pytest.fixture
+def prefilled(n_stages, n_batch, mode) -> Stepper:
+    """A batch before its first cycle; the programs of test_lossless.py."""
+    target = make_target(layers_for(n_stages), seed=n_stages)
+    draft = make_draft(target, full_config(target.config.n_layers, n_stages), "random")
     prompts = [make_prompt(3, seed=b) for b in range(n_batch)]
-    request = make_request(target, prompts, 40, (), 0)
-    inputs = Inputs(jnp.asarray(request.prompt_lens), jnp.asarray(request.stop_ids), jnp.int32(40))
-    state = programs.prefill(engine, request.prompts, inputs, 40)()
-    program = programs.CHUNK.compile(
-        engine.weights, state, inputs, jnp.int32(32), spec=engine.spec, mesh=engine.mesh
-    )
-    n_ranks = 1 if engine.mesh is None else engine.mesh.devices.size
-    return program.as_text(), state.caches[0][0]["k"].size // n_ranks
+    return start(target, draft, prompts, 40, MESHES[mode])
+
+
+def chunk_text(run: Stepper) -> str:
+    """The compiled chunk of cycles, as text."""
+    args = (run.engine.weights, run.state, run.inputs, jnp.int32(32))
+    return programs.CHUNK.compile(*args, spec=run.engine.spec, mesh=run.engine.mesh).as_text()
 
 
 def operations(text: str) -> list[str]:
@@ -49,44 +52,60 @@ def is_collective(operation: str) -> bool:
     return operation.removesuffix("-start") in COLLECTIVES
 
 
-def large_moves(text: str, size: int) -> list[str]:
-    """Copies and transposes, anywhere in a program, of at least `size` elements."""
-    found = []
+def cache_moves(text: str, shape: tuple[int, ...]) -> list[str]:
+    """Lines, anywhere in a program, that give all of a cache [B, G, E, S] by moving it."""
+    size, found = _sizes(shape), []
     for line in text.splitlines():
         match = RESULT.search(line)
-        if match and match.group(2) in ("copy", "transpose", "copy-start"):
-            dims = [int(d) for d in match.group(1).split(",") if d]
-            if np.prod(dims, initial=1) >= size:
-                found.append(line.strip())
+        if match and _sizes(map(int, filter(None, match[1].split(",")))) == size:
+            found += [line.strip()] if match[2] not in IN_PLACE else []
     return found
+
+
+def _sizes(shape) -> list[int]:
+    """Dimensions in any order, without those of one."""
+    return sorted(n for n in shape if n > 1)
+
+
+def cache_shape(run: Stepper) -> tuple[int, ...]:
+    """One layer's keys on one rank."""
+    shape = run.state.caches[0][0]["k"].shape
+    return shape if run.engine.mesh is None else shape[1:]
 
 
 def test_the_readers_see_what_they_look_for():
     text = (
         "  %a = f32[4,8]{1,0} all-gather(%x), dimensions={0}\n"
         "  %b = (f32[2]{0}, f32[4]{0}) all-reduce-start(%x, %y)\n"
-        "  ROOT %c = f32[16,4]{1,0} copy(%z)\n"
+        "  ROOT %c = f32[1,16,4,2]{1,0} copy(%z)\n"
         "  %d = f32[63]{0} transpose(%z), dimensions={0}\n"
+        "  %e = f32[4,16,2]{1,0} select(%p, %q, %r)\n"
+        "  %f = f32[1,2,4,16]{1,0} dynamic-update-slice(%p, %q, %r)\n"
     )
-    assert [is_collective(name) for name in operations(text)] == [True, True, False, False]
-    assert len(large_moves(text, 64)) == 1
+    assert [is_collective(name) for name in operations(text)] == [True, True] + 4 * [False]
+    assert len(cache_moves(text, (1, 2, 4, 16))) == 2
 
 
 @pytest.mark.parametrize("n_stages", [2, 5, 8])
 @pytest.mark.parametrize("n_batch", [1, 5])
-def test_a_sharded_cycle_has_two_collectives(n_stages, n_batch, fresh_compile):
-    text, cache_size = compiled_chunk(n_stages, n_batch, None)
+@pytest.mark.parametrize("mode", ["sharded"])
+def test_a_sharded_cycle_has_two_collectives(prefilled, mode, fresh_compile):
+    assert prefilled.engine.mode == mode
+    text = chunk_text(prefilled)
     collectives = [name for name in operations(text) if is_collective(name)]
     # The chunk is a loop over cycles and nothing else: all its collectives are the cycle's.
     assert len(collectives) == 2, collectives
-    assert large_moves(text, cache_size) == []
+    assert cache_moves(text, cache_shape(prefilled)) == []
 
 
+@pytest.mark.parametrize("n_stages", [5])
 @pytest.mark.parametrize("n_batch", [1, 5])
-def test_a_virtual_cycle_copies_no_cache(n_batch, fresh_compile):
-    text, cache_size = compiled_chunk(5, n_batch, "virtual")
+@pytest.mark.parametrize("mode", ["virtual"])
+def test_a_virtual_cycle_copies_no_cache(prefilled, mode, fresh_compile):
+    assert prefilled.engine.mode == mode
+    text = chunk_text(prefilled)
     assert not any(map(is_collective, operations(text)))
-    assert large_moves(text, cache_size) == []
+    assert cache_moves(text, cache_shape(prefilled)) == []
 
 
 @pytest.mark.parametrize("mesh", ["virtual", None])

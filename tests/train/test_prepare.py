@@ -50,6 +50,14 @@ def test_foreign_rows_and_other_settings_lose_nothing(written, tmp_path):
     with pytest.raises(ConfigError, match="did not write"):
         prepare.main(["--out", str(foreign), "--rows", "4", *FLAGS])
     assert foreign.read_text() == '{"mine": 1}\n'
+    foreign.write_text('{"mine": 1}')  # no line end: not a row of ours cut short
+    with pytest.raises(ConfigError, match="did not write"):
+        prepare.main(["--out", str(foreign), "--rows", "4", *FLAGS])
+    assert foreign.read_text() == '{"mine": 1}'
+    twice = tmp_path / "twice.jsonl"
+    twice.write_bytes(2 * b"".join(written.read_bytes().splitlines(keepends=True)[:2]))
+    with pytest.raises(ConfigError, match="did not write"):
+        prepare.main(["--out", str(twice), "--rows", "4", *FLAGS])
     before = written.read_bytes()
     with pytest.raises(ConfigError, match="did not write"):
         prepare.main(["--out", str(written), "--rows", "8", *FLAGS, "--seed", "1"])
