@@ -114,7 +114,7 @@ def test_200_cycles_of_differing_fills_compile_one_program(mesh):
     draft = make_draft(target, full_config(8, 5), "even")
     before = len(programs.CHUNK)
     result = spd_jax.decode(
-        target, draft, make_prompt(3), max_new_tokens=100, stop_ids=(), chunk_cycles=1, mesh=mesh
+        target, draft, make_prompt(3), max_new_tokens=180, stop_ids=(), chunk_cycles=1, mesh=mesh
     )
-    assert result.cycles >= 200 and 0 < result.stats.rejects < 99
+    assert result.cycles >= 200 and 0 < result.stats.rejects < 179
     assert len(programs.CHUNK) <= before + 1
