@@ -1,6 +1,7 @@
 """The full lossless matrix, run by hand; tests/pipeline/test_lossless.py is its covering subset.
 
-    python -m tests.full_matrix                        # random tiny targets, all settings
+    python -m tests.full_matrix --decodes 2000         # random tiny targets: so many of all
+    python -m tests.full_matrix                        # all 16,032
     python -m tests.full_matrix --target smollm2-135m  # the real model with the shipped head
 
 Every decode is compared with `generate`, token for token, and its cycles with its flags.
@@ -9,7 +10,9 @@ Every decode is compared with `generate`, token for token, and its cycles with i
 import argparse
 import collections
 import itertools
+import math
 import os
+import random
 import sys
 import time
 
@@ -53,24 +56,34 @@ class Tally:
         return 1 if self.faults or not self.comparison.is_fair else 0
 
 
-def tiny_cases(n: int):
-    """All settings at N stages: mode, drafter, prompt lengths, limit, chunk size."""
+def tiny_cases(n: int, share: float) -> list[tuple]:
+    """Settings at N stages: mode, drafter, prompt lengths, limit, chunk size; a share of all."""
     lens = range(1, 2 * n + 2)
     batches = [tuple((b + i) % (2 * n + 1) + 1 for i in range(BATCH)) for b in lens[::BATCH]]
-    for mode, kind, limit, chunk in itertools.product(MESHES, KINDS, LIMITS, CHUNKS):
-        for prompt_lens in [(length,) for length in lens] + batches:
-            yield mode, kind, prompt_lens, limit, chunk
+    groups = [(length,) for length in lens] + batches
+    cases = list(itertools.product(MESHES, KINDS, groups, LIMITS, CHUNKS))
+    random.Random(n).shuffle(cases)
+    wanted = math.ceil(share * sum(len(case[2]) for case in cases))
+    counts = itertools.accumulate(len(case[2]) for case in cases)
+    n_cases = next(i for i, count in enumerate(counts, start=1) if count >= wanted)
+    return sorted(cases[:n_cases], key=lambda case: (case[0], len(case[2])))  # program by program
 
 
-def run_tiny(tally: Tally, stages: list[int]) -> None:
-    """Decodes every case on random targets."""
+def n_tiny(n: int) -> int:
+    """Sequences in all settings at N stages."""
+    return sum(len(case[2]) for case in tiny_cases(n, 1))
+
+
+def run_tiny(tally: Tally, stages: list[int], n_decodes: int | None) -> None:
+    """Decodes on random targets, at least n_decodes sequences or all."""
+    share = min(1, n_decodes / sum(map(n_tiny, stages))) if n_decodes else 1
     for n in stages:
         target = make_target(layers_for(n), seed=n)
         prompts = {length: make_prompt(length) for length in range(1, 2 * n + 2)}
         oracle = spd_jax.generate(target, [*prompts.values()], max_new_tokens=40, stop_ids=())
         texts = dict(zip(prompts, (r.tokens for r in oracle), strict=True))
         config = full_config(target.config.n_layers, n)
-        for mode, kind, lens, limit, chunk in tiny_cases(n):
+        for mode, kind, lens, limit, chunk in tiny_cases(n, share):
             results = spd_jax.decode(
                 target,
                 make_draft(target, config, kind),
@@ -110,6 +123,7 @@ def main() -> int:
     """Runs the matrix; returns 1 where a decode differs by more than rounding."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=("tiny", "smollm2-135m"), default="tiny")
+    parser.add_argument("--decodes", type=int, help="of random targets, at least; default: all")
     parser.add_argument("--stages", type=int, nargs="+", help="N to run; default: all")
     parser.add_argument("--prompts", nargs="+", default=["infer/prompts.jsonl"])
     parser.add_argument("--limit", type=int, default=5, help="prompts per file")
@@ -117,7 +131,7 @@ def main() -> int:
     args = parser.parse_args()
     tally, began = Tally(), time.perf_counter()
     if args.target == "tiny":
-        run_tiny(tally, args.stages or list(STAGES))
+        run_tiny(tally, args.stages or list(STAGES), args.decodes)
     else:
         stages = args.stages or list(SMOLLM2_STAGES)
         run_smollm2(tally, stages, args.prompts, args.limit, args.max_new_tokens)

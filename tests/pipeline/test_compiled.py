@@ -108,13 +108,15 @@ def test_a_virtual_cycle_copies_no_cache(prefilled, mode, fresh_compile):
     assert cache_moves(text, cache_shape(prefilled)) == []
 
 
-@pytest.mark.parametrize("mesh", ["virtual", None])
-def test_200_cycles_of_differing_fills_compile_one_program(mesh):
-    target = make_target(8, seed=5)
-    draft = make_draft(target, full_config(8, 5), "even")
-    before = len(programs.CHUNK)
-    result = spd_jax.decode(
-        target, draft, make_prompt(3), max_new_tokens=180, stop_ids=(), chunk_cycles=1, mesh=mesh
-    )
-    assert result.cycles >= 200 and 0 < result.stats.rejects < 179
+@pytest.mark.parametrize(("mode", "n"), [("virtual", 4), ("sharded", 3)])
+def test_200_cycles_of_differing_fills_compile_one_program(mode, n):
+    target = make_target(4, seed=n)
+    draft = make_draft(target, full_config(4, n), "even")
+    before, cycles, rejects = len(programs.CHUNK), 0, 0
+    for length in range(1, 8):
+        options = dict(max_new_tokens=40 + length, chunk_cycles=length, mesh=MESHES[mode])
+        result = spd_jax.decode(target, draft, make_prompt(length), stop_ids=(), **options)
+        assert result.stats.mode == mode
+        cycles, rejects = cycles + result.cycles, rejects + result.stats.rejects
+    assert cycles >= 200 and rejects > 20
     assert len(programs.CHUNK) <= before + 1

@@ -115,8 +115,8 @@ def test_one_token_is_committed_and_in_flight(prefilled, expected):
         assert not bool(state.done[b])
 
 
-def test_long_prompts_decode_to_the_targets_text(mode, comparison):
-    n = STAGES[mode]
+def test_long_prompts_decode_to_the_targets_text(comparison):
+    mode, n = "sharded", STAGES["sharded"]
     target = make_target(4, seed=n)
     draft = make_draft(target, full_config(4, n), "even")
     prompts = [make_prompt(length) for length in LENS]

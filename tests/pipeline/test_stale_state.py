@@ -99,7 +99,7 @@ def test_poison_in_everything_stale_changes_nothing(mode, kind, lens):
 
 
 def test_poison_in_what_is_in_use_does_change_the_text(mode):
-    """One row less than is valid: the test above can fail."""
+    """One row of the prompt, in the first layer of every stage: the test above can fail."""
     n = STAGES[mode]
     target = make_target(4, seed=n)
     draft = make_draft(target, full_config(4, n), "even")
