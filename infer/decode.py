@@ -137,7 +137,7 @@ def _end_interrupted(sink: TextSink, as_json: bool) -> int:
     if as_json:
         absent = dict.fromkeys(("cycles", "rejects", "alpha", "tau", "mode"))
         record = {"text": sink.text(), "tokens": sink.tokens, **absent}
-        print(json.dumps({**record, "finish_reason": "interrupted"}, ensure_ascii=False))
+        print(json.dumps({**record, "finish_reason": "interrupted"}))
     return EXIT_INTERRUPTED
 
 

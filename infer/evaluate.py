@@ -28,6 +28,7 @@ from infer.teacher_forcing import draft_agreement
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.config import ConfigError
 from spd_jax.ops.lookup import lookup_hits
+from spd_jax.weights.files import replace_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ class EvaluateFlags:
     """Do not compare with autoregressive decoding (leaves out bfloat16 too)."""
     skip_bf16: bool = False
     """Do not measure the float32-to-bfloat16 token match."""
-    json: str | None = None
+    json: Path | None = None
     """Write the figures to this file, per set, pooled and per prompt."""
 
 
@@ -138,18 +139,36 @@ def evaluate_batch(
         yield sample
 
 
-def write_json(path: str, record: dict[str, Any]) -> None:
+def check_lengths(
+    rows: Sequence[PromptRow], prompts: Sequence[list[int]], max_new_tokens: int, context: int
+) -> None:
+    """Raises ConfigError, with file and line, where a prompt and its text exceed the context."""
+    for row, prompt in zip(rows, prompts, strict=True):
+        if len(prompt) + max_new_tokens > context:
+            raise ConfigError(
+                f"{row.path}:{row.line}: prompt of {len(prompt)} tokens + max_new_tokens "
+                f"{max_new_tokens} exceed the model's context of {context}; remove the line or "
+                "lower --max-new-tokens"
+            )
+
+
+def check_writable(path: Path) -> None:
+    """Raises ConfigError where `path` cannot become a file."""
+    parent = path.parent
+    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--json must name a file in an existing, writable folder, got {path}")
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
     """Writes a JSON file whole or not at all.
 
     Raises:
       ConfigError: the file cannot be written.
     """
-    part = Path(f"{path}.part")
+    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
     try:
-        part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(part, path)
+        replace_file(path, text.encode("utf-8", "backslashreplace"))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}; change --json") from None
 
 
@@ -165,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"--sampled-temperature must not be negative, got {flags.sampled_temperature}"
         )
-    if flags.json and (Path(flags.json).is_dir() or not Path(flags.json).parent.is_dir()):
-        raise ConfigError(f"--json must name a file in an existing folder, got {flags.json}")
+    if flags.json is not None:
+        check_writable(flags.json)
     paths = list(dict.fromkeys(flags.prompts))
     if not paths:
         raise ConfigError("--prompts needs at least one JSONL file, got none")
@@ -175,6 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dtype == "float32" and not (flags.skip_bf16 or flags.skip_generate):
         bf16_target = spd_jax.load_target(flags.target, dtype="bfloat16")
     prompts = prompt_ids(subject.target, flags.target, [row.text for row in rows])
+    check_lengths(rows, prompts, flags.max_new_tokens, subject.target.config.max_context)
 
     samples = []
     starts = range(0, len(rows), flags.batch_size)
@@ -194,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_figures({**columns, "pooled": table_rows(pooled)}, sys.stdout)
     if flags.json:
         record = {
-            "settings": dataclasses.asdict(flags),
+            "settings": dataclasses.asdict(flags) | {"json": str(flags.json)},
             "sets": sets,
             "pooled": pooled,
             "samples": [dataclasses.asdict(sample) for sample in samples],

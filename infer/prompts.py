@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spd_jax.config import ConfigError
+from spd_jax.weights.files import one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,8 @@ def _first_turn(line: str, where: str) -> str:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:  # absurd numbers, absurd nesting
+        raise ConfigError(f"{where}: not usable JSON ({one_line(error)})") from None
     turns = record.get("turns") if isinstance(record, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
         raise ConfigError(

@@ -67,4 +67,4 @@ def decode_json(result: Any, identical: bool | None = None) -> str:
     }
     if identical is not None:
         record["identical"] = identical
-    return json.dumps(record, ensure_ascii=False)
+    return json.dumps(record)  # ASCII: any stdout takes it

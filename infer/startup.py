@@ -70,6 +70,8 @@ def load_subject(flags: Any) -> Subject:
       ConfigError: a file or a setting is wrong.
     """
     stage_layers = parse_stage_layers(flags.stage_layers)
+    if not -(2**63) <= flags.seed < 2**63:
+        raise ConfigError(f"--seed must be a 64-bit integer, got {flags.seed}")
     say(f"loading {flags.target} ...")
     target = spd_jax.load_target(flags.target, dtype=flags.dtype)
     n_stages = flags.n_stages

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from spd_jax.config import ConfigError, SamplingConfig
+from spd_jax.config import ConfigError, SamplingConfig, as_ints
 from spd_jax.engines import (
     build_engine,
     check_belongs,
@@ -28,7 +28,7 @@ from spd_jax.models.cache import bucket_capacity
 from spd_jax.ops.sampling import argmax_lowest
 from spd_jax.pipeline.loop import OnTokens, Stopwatch, decode_batch
 from spd_jax.pipeline.programs import TOKEN_BUCKET
-from spd_jax.requests import Prompt, Request, check_ids, make_request
+from spd_jax.requests import Prompt, Request, check_ids, is_int, make_request
 from spd_jax.results import DecodeResult, make_stats
 
 GREEDY = SamplingConfig()
@@ -75,13 +75,14 @@ def decode(
       ConfigError: the input cannot be decoded; the text says what to change.
     """
     check_not_traced((target, draft), "decode")
+    _check_sampling(sampling)
     if sampling.temperature > 0:
         raise ConfigError(
             f"decode supports temperature 0 (greedy) only so far, got {sampling.temperature}; "
             "use generate to sample"
         )
-    if not isinstance(chunk_cycles, int) or chunk_cycles < 1:
-        raise ConfigError(f"chunk_cycles must be an integer of at least 1, got {chunk_cycles}")
+    if not is_int(chunk_cycles) or not 1 <= chunk_cycles < 2**31:
+        raise ConfigError(f"chunk_cycles must be an integer from 1 to 2^31 - 1, got {chunk_cycles}")
     request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
     engine = build_engine(target, draft, n_stages, stage_layers, mesh, placement)
     decoded = decode_batch(
@@ -136,6 +137,7 @@ def generate(
       ConfigError: the input cannot be decoded; the text says what to change.
     """
     check_not_traced(target, "generate")
+    _check_sampling(sampling)
     if sampling.top_p < 1:
         raise ConfigError(f"top_p below 1 is not supported yet, got {sampling.top_p}; use top_k")
     request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
@@ -164,6 +166,11 @@ def generate(
         for row, n in zip(tokens, counts, strict=True)
     ]
     return results[0] if request.single else results
+
+
+def _check_sampling(sampling: object) -> None:
+    if not isinstance(sampling, SamplingConfig):
+        raise ConfigError(f"sampling must be a SamplingConfig, got {sampling!r}")
 
 
 def finish_result(
@@ -234,6 +241,10 @@ def pdm_loss(
     check_belongs(target, draft)
     if not is_traced(batch):
         check_ids(target, np.ravel(batch["input_ids"]), "input_ids")
+        labels = np.ravel(batch["labels"])
+        check_ids(target, np.where(labels == distill.IGNORED, 0, labels), "labels")
+    if not is_traced(temperature) and not 0 < temperature < np.inf:
+        raise ConfigError(f"temperature must be a number above 0, got {temperature}")
     return distill.distillation_loss(
         target.config,
         draft.config,
@@ -267,14 +278,13 @@ def draft_predictions(
     """
     check_belongs(target, draft)
     pipeline = resolve_pipeline(target, draft, n_stages, stage_layers)
-    fills = np.atleast_1d(fill)
-    if fills.min() < 1 or fills.max() > pipeline.n_stages:
-        raise ConfigError(f"fill must be from 1 to n_stages {pipeline.n_stages}, got {fill}")
+    fills = as_ints("fill", np.atleast_1d(fill))
+    if not fills:
+        raise ConfigError("fill must be an integer or a sequence of them, got an empty one")
     config = dataclasses.replace(
         draft.config, n_stages=pipeline.n_stages, stage_layers=pipeline.stage_layers
     )
     ids, params = _scored_ids(target, input_ids), whole_params(target)
-    fills = jnp.asarray(fills, jnp.int32)
     best = _predict(params, draft.params, ids, fills, target.config, config, mask_mode)
     return best if np.ndim(fill) else best[0]
 
@@ -299,7 +309,7 @@ def _score(params, input_ids, config, hidden_states):
     return (logits, jnp.concatenate(hidden)) if hidden_states else logits
 
 
-@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _predict(params, draft_params, input_ids, fills, config, draft, mask_mode):
     hidden = model.hidden_states(config, params, input_ids)
     everywhere = jnp.ones(input_ids.shape, bool)
@@ -311,6 +321,6 @@ def _predict(params, draft_params, input_ids, fills, config, draft, mask_mode):
         logits = pdm.logits(config, draft, draft_params, params, out)
         return argmax_lowest(logits[0])
 
-    best = jax.lax.map(at_fill, fills)
+    best = jnp.stack([at_fill(fill) for fill in fills])
     ids = draft.draft_ids
     return best if ids is None else jnp.asarray(ids, jnp.int32)[best]

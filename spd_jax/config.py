@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -20,14 +22,42 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _as_ints(name: str, values: Any) -> tuple[int, ...]:
-    """Returns integers of any kind as a hashable tuple; a boolean or a float is an error."""
+def _as_int(name: str, value: Any) -> int:
+    """Returns an integer of any kind as Python's; a boolean or a float is an error."""
     try:
-        values = tuple(values)
-        _require(not any(isinstance(v, bool) for v in values), f"{name} must be integers")
-        return tuple(operator.index(v) for v in values)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise ConfigError(f"{name} must be integers, got {values!r}") from None
+        pass
+    raise ConfigError(f"{name} must be an integer, got {value!r}")
+
+
+def as_ints(name: str, values: Any) -> tuple[int, ...]:
+    """Returns integers of any kind as a hashable tuple.
+
+    Raises:
+      ConfigError: not a sequence of integers; a boolean or a float is none.
+    """
+    if not isinstance(values, Iterable):
+        raise ConfigError(f"{name} must be a sequence of integers, got {values!r}")
+    return tuple(_as_int(f"each of {name}", value) for value in values)
+
+
+def _check_counts(config: Any, *names: str, least: int = 1) -> None:
+    """Makes fields plain integers of at least `least`, in place; a boolean or a float is an error.
+
+    A field that is None is left alone.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            value = _as_int(name, value)
+            _require(value >= least, f"{name} must be at least {least}, got {value}")
+            object.__setattr__(config, name, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def from_fields(cls: type, fields: dict[str, Any], source: str) -> Any:
@@ -87,11 +117,12 @@ class TargetConfig:
     model_type: str = "llama"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim"):
+        _check_counts(self, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads")
+        _check_counts(self, "head_dim", "d_ff", "max_context")
+        for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             _require(
-                isinstance(value, int) and value >= 1,
-                f"{name} must be a positive integer, got {value!r}",
+                _is_number(value) and value > 0, f"{name} must be a positive number, got {value!r}"
             )
         _require(
             self.n_heads % self.n_kv_heads == 0,
@@ -119,14 +150,24 @@ class DraftConfig:
         for name in ("anchors", "draft_ids", "stage_layers"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _as_ints(name, value))
+                object.__setattr__(self, name, as_ints(name, value))
         a = self.anchors
         _require(
             len(a) >= 1 and a[0] == 0 and all(x < y for x, y in zip(a, a[1:], strict=False)),
             f"anchors must start at 0 and strictly increase, got {a}",
         )
-        _require(self.n_stages >= 2, f"n_stages must be at least 2, got {self.n_stages}")
-        _require(self.n_layers >= 1, f"n_layers must be at least 1, got {self.n_layers}")
+        _check_counts(self, "n_stages", least=2)
+        _check_counts(self, "n_layers", "d_ff")
+        _require(isinstance(self.qk_norm, bool), f"qk_norm must be a bool, got {self.qk_norm!r}")
+        sha256 = self.target_sha256
+        _require(
+            sha256 is None or isinstance(sha256, str), f"target_sha256 must be text, got {sha256!r}"
+        )
+        split = self.stage_layers
+        _require(
+            split is None or (len(split) == self.n_stages and min(split) >= 1),
+            f"stage_layers must be {self.n_stages} positive counts, got {split}",
+        )
         _require(
             self.feature_norm in ("rms", "none"),
             f"feature_norm must be 'rms' or 'none', got {self.feature_norm!r}",
@@ -153,8 +194,11 @@ class SamplingConfig:
     verifier: str = "rejection"
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            _require(_is_number(value), f"{name} must be a finite number, got {value!r}")
         _require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
-        _require(self.top_k >= 0, f"top_k must not be negative (0 is off), got {self.top_k}")
+        _check_counts(self, "top_k", least=0)
         _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         _require(
             self.verifier in ("rejection", "coupled"),
@@ -174,10 +218,11 @@ class PipelineConfig:
     stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        n, total = self.n_stages, self.n_layers
-        object.__setattr__(self, "n_stages", _as_ints("n_stages", (n,))[0])
+        _check_counts(self, "n_layers")
+        n, total = _as_int("n_stages", self.n_stages), self.n_layers
+        object.__setattr__(self, "n_stages", n)
         if self.stage_layers is not None:
-            layers = _as_ints("stage_layers", self.stage_layers)
+            layers = as_ints("stage_layers", self.stage_layers)
             object.__setattr__(self, "stage_layers", layers)
         _require(
             2 <= n <= total,

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.sharding import Mesh
 
-from spd_jax.config import ConfigError, PipelineConfig
+from spd_jax.config import ConfigError, PipelineConfig, as_ints
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.draft import check_pair
 from spd_jax.pipeline import placing
@@ -37,7 +37,7 @@ def resolve_pipeline(
       ConfigError: the stages do not fit the target.
     """
     if stage_layers is not None:
-        stage_layers = tuple(stage_layers)
+        stage_layers = as_ints("stage_layers", stage_layers)
         n_stages = len(stage_layers) if n_stages is None else n_stages
     n_stages = draft.config.n_stages if n_stages is None else n_stages
     return PipelineConfig(target.config.n_layers, n_stages, stage_layers)

@@ -44,7 +44,7 @@ def make_request(
     """
     single = _is_single(prompt)
     ids = [_encode(target, p) for p in ([prompt] if single else list(prompt))]
-    if not _is_int(max_new_tokens) or max_new_tokens < 1:
+    if not is_int(max_new_tokens) or max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
     longest = max(map(len, ids))
     context = target.config.max_context
@@ -91,7 +91,8 @@ def check_ids(target: Target, ids: object, name: str = "prompt") -> list[int]:
     return ids.tolist()
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
+    """True for an integer of Python's or numpy's; a boolean is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -118,8 +119,8 @@ def _encode(target: Target, prompt: Prompt) -> list[int]:
 
 def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
     """Prompt b draws from seed + b, or from its own entry of a list."""
-    seeds = [seed + b for b in range(n_batch)] if _is_int(seed) else seed
-    if not isinstance(seeds, Sequence) or not all(map(_is_int, seeds)) or len(seeds) != n_batch:
+    seeds = [seed + b for b in range(n_batch)] if is_int(seed) else seed
+    if not isinstance(seeds, Sequence) or not all(map(is_int, seeds)) or len(seeds) != n_batch:
         raise ConfigError(
             f"seed: expected one integer or {n_batch} of them (one per prompt), got {seed!r}"
         )

@@ -95,10 +95,14 @@ def test_impossible_pipelines_are_named(n_stages, stage_layers, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"n_layers": 0}, ("n_layers", "positive integer", "0")),
-        ({"vocab_size": 2.0}, ("vocab_size", "positive integer", "2.0")),
+        ({"n_layers": 0}, ("n_layers", "at least 1", "0")),
+        ({"vocab_size": 2.0}, ("vocab_size", "an integer", "2.0")),
         ({"n_kv_heads": 3}, ("n_heads (4)", "multiple", "n_kv_heads (3)")),
         ({"head_dim": 3}, ("head_dim", "even", "3")),
+        ({"n_layers": True}, ("n_layers", "an integer", "True")),
+        ({"d_ff": 0}, ("d_ff", "at least 1", "0")),
+        ({"norm_eps": float("nan")}, ("norm_eps", "positive number", "nan")),
+        ({"rope_theta": float("inf")}, ("rope_theta", "positive number", "inf")),
     ],
 )
 def test_impossible_targets_are_named(change, words):
@@ -114,6 +118,11 @@ def test_impossible_targets_are_named(change, words):
         ({"anchors": (0, 3, 3)}, ("anchors", "strictly increase", "(0, 3, 3)")),
         ({"n_stages": 1}, ("n_stages", "at least 2", "1")),
         ({"n_layers": 0}, ("n_layers", "at least 1", "0")),
+        ({"n_layers": 1.5}, ("n_layers", "an integer", "1.5")),
+        ({"d_ff": 1.5}, ("d_ff", "an integer", "1.5")),
+        ({"stage_layers": 4}, ("stage_layers", "sequence of integers", "4")),
+        ({"stage_layers": (4,)}, ("stage_layers", "positive counts", "(4,)")),
+        ({"target_sha256": 5}, ("target_sha256", "text", "5")),
         ({"feature_norm": "layer"}, ("feature_norm", "'rms' or 'none'", "'layer'")),
         ({"head": "tied"}, ("head", "'own' or 'target'", "'tied'")),
         ({"draft_ids": ()}, ("draft_ids", "at least one")),

@@ -81,10 +81,14 @@ BAD_DECODES = {
     "more stages than layers": ({"n_stages": 5}, "n_stages must be from 2 to.*4 layers, got 5"),
     "one stage": ({"n_stages": 1}, "got 1"),
     "no stage": ({"n_stages": 0}, "got 0"),
-    "a float count": ({"n_stages": 2.0}, "must be integers"),
+    "a float count": ({"n_stages": 2.0}, "must be an integer"),
     "stages that do not add up": ({"stage_layers": (2, 1)}, "sum to 4"),
     "an empty stage": ({"stage_layers": (4, 0)}, "positive counts"),
     "chunks of nothing": ({"chunk_cycles": 0}, "chunk_cycles"),
+    "chunks beyond int32": ({"chunk_cycles": 2**31}, "chunk_cycles"),
+    "a boolean chunk": ({"chunk_cycles": True}, "chunk_cycles"),
+    "a count of layers": ({"stage_layers": 4}, "sequence of integers, got 4"),
+    "no sampling": ({"sampling": None}, "SamplingConfig, got None"),
     "sampling": ({"sampling": SamplingConfig(temperature=0.5)}, "temperature 0"),
 }
 

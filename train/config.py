@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import math
 import pkgutil
 from collections.abc import Sequence
 from typing import Literal
@@ -46,6 +47,8 @@ class TrainConfig:
     """Per-head RMSNorm of queries and keys in the draft's layers."""
     head: Literal["own", "target"] = "own"
     """own: a trained head; target: the target's frozen rows, not stored with the draft."""
+    start_from: str | None = None
+    """Head directory to begin from, with as many layers or fewer. None: copies of the target's."""
 
     sequence_len: int = 256
     """Longest row in tokens; longer rows are cut and the loss is reported."""
@@ -74,6 +77,9 @@ class TrainConfig:
     """Temperature of the distillation loss."""
     mask_mode: Literal["exact", "reference"] = "exact"
     """exact: a simulated fill sees what decoding sees; reference: as first published."""
+    expected_alpha: float | None = None
+    """Draw simulated fills as decoding meets them where this share of drafts is accepted. None: N
+    half of the time, else uniform from 1..N-1, as first published."""
     seed: int = 0
     """Seed of the initial parameters, the data order and the simulated fills."""
 
@@ -99,10 +105,14 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 0)
         for name in ("epochs", "lr", "clip_norm", "temperature", "max_minutes"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be above 0, got {value}")
-        if not 0 < self.b2 < 1:
-            raise ConfigError(f"b2 must be between 0 and 1, got {self.b2}")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, got {value}")
+        for name in ("b2", "expected_alpha"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1:
+                raise ConfigError(f"{name} must be between 0 and 1, got {value}")
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed must be below 2^63, got {self.seed}")
         if self.sequence_len < 2:
             raise ConfigError(f"sequence_len must be at least 2, got {self.sequence_len}")
         if self.batch_tokens < self.sequence_len:

@@ -10,11 +10,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from spd_jax.weights.files import replace_file
+from spd_jax.config import ConfigError
+from spd_jax.weights.files import one_line, replace_file
 
 
 class MetricsFile:
     """Appends records that carry a `step`; each is on disk when `write` returns.
+
+    A disk that refuses is a ConfigError.
 
     Opening it for a run that resumes at `step` drops the records beyond that, which the
     resumed run will write again.
@@ -30,8 +33,11 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"{self._file.name}: cannot write ({one_line(error)})") from None
 
     def __enter__(self) -> MetricsFile:
         return self

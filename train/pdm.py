@@ -21,8 +21,9 @@ import jax
 from spd_jax.commandline import run, say
 from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
 from spd_jax.models.distill import kept_states
-from spd_jax.models.draft import check_pair, init_params
-from spd_jax.weights import LoadedTarget, load_target_files
+from spd_jax.models.draft import check_pair, grow_params, init_params
+from spd_jax.weights import LoadedTarget, load_draft_file, load_target_files
+from spd_jax.weights.files import sole_writer
 from train.checkpoint import has_checkpoint, restore_latest, save_state
 from train.config import TrainConfig, parse_config
 from train.data import Corpus, count_draft_ids, last_answers, read_corpus, training_batches
@@ -66,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     heldout = None
     if config.heldout_data:
         heldout = last_answers(read_data(config.heldout_data, config, target))
-    draft = open_run(config, target, corpus)
-    target_params = jax.device_put(target.params)
-    this = Run(config, target, target_params, draft, corpus, heldout, started)
-    state, n_steps = train(this)
+    with sole_writer(Path(config.workdir) / ".lock"):
+        draft = open_run(config, target, corpus)
+        target_params = jax.device_put(target.params)
+        this = Run(config, target, target_params, draft, corpus, heldout, started)
+        state, n_steps = train(this)
     position = state.position
     if position < n_steps:
         say(f"{position} of {n_steps} batches done; the same command goes on from there")
@@ -88,8 +90,7 @@ def train(this: Run) -> tuple[TrainState, int]:
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     schedule = learning_rate(config, n_steps)
     optimizer = make_optimizer(config, schedule)
-    params = init_params(target, draft, this.target_params, init_key)
-    state = init_state(params, optimizer, train_key)
+    state = init_state(start_params(this, init_key), optimizer, train_key)
     state = restore_latest(this.workdir / "checkpoints", state) or state
     position = saved = state.position
     say(
@@ -97,7 +98,14 @@ def train(this: Run) -> tuple[TrainState, int]:
     )
 
     loss_settings = {"temperature": config.temperature, "mask_mode": config.mask_mode}
-    train_step = make_train_step(target, draft, optimizer, schedule, **loss_settings)
+    train_step = make_train_step(
+        target,
+        draft,
+        optimizer,
+        schedule,
+        expected_alpha=config.expected_alpha,
+        **loss_settings,
+    )
     eval_step = make_eval_step(target, draft, **loss_settings)
     teacher = make_teacher(this, this.corpus)
     heldout_teacher = this.heldout and make_teacher(this, this.heldout)
@@ -166,6 +174,21 @@ def open_run(config: TrainConfig, target: LoadedTarget, corpus: Corpus) -> Draft
     check_row_types(draft, target.config.n_layers)
     write_record(workdir, config, draft, corpus.sha256)
     return draft
+
+
+def start_params(this: Run, key: jax.Array) -> Any:
+    """Returns the draft's parameters before the first step."""
+    fresh = init_params(this.target.config, this.draft, this.target_params, key)
+    if this.config.start_from is None:
+        return fresh
+    config, params, _ = load_draft_file(this.config.start_from, this.config.dtype)
+    if config.target_sha256 != this.target.sha256:
+        raise ConfigError(
+            f"start_from {this.config.start_from} belongs to the target with sha256 "
+            f"{config.target_sha256}, {this.config.target} has {this.target.sha256}; give a head "
+            "of this target"
+        )
+    return grow_params(this.draft, fresh, this.target_params, config, params)
 
 
 def check_row_types(draft: DraftConfig, n_layers: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ import numpy as np
 import spd_jax
 from spd_jax import ConfigError, SamplingConfig
 from spd_jax.commandline import parse_flags, run, say
-from spd_jax.weights.files import file_sha256, one_line
+from spd_jax.weights.files import file_sha256, one_line, sole_writer
 
 OWN_START = b'{"messages": '  # of every row written here
 STEMS = Path(__file__).with_name("stems.jsonl")
@@ -61,7 +62,10 @@ class PrepareConfig:
         for name in ("rows", "batch_size", "prompt_tokens", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.temperatures or min(*self.temperatures, self.prompt_temperature) < 0:
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        drawn_at = (*self.temperatures, self.prompt_temperature)
+        if not self.temperatures or not all(0 <= t < math.inf for t in drawn_at):
             raise ConfigError("temperatures must be one or more numbers that are not negative")
 
 
@@ -96,7 +100,7 @@ def read_prompts(path: Path) -> list[str]:
                 text = next(m["content"] for m in row["messages"] if m["role"] == "user")
             if not isinstance(text, str) or not text.strip():
                 raise ValueError("empty prompt")
-        except (ValueError, LookupError, TypeError, StopIteration) as error:
+        except (ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
             raise ConfigError(
                 f"{path}:{number}: expected an object with `turns` or `messages`, got "
                 f"{line.strip()[:60]!r} ({error}); fix or remove the line"
@@ -187,7 +191,6 @@ def append(path: Path, rows: list[dict], mark: dict) -> None:
         for i, row in enumerate(rows, 1)
     ]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
             file.flush()
@@ -214,7 +217,7 @@ def resume(config: PrepareConfig, settings: str) -> int:
             row = json.loads(line)
             same = (row["settings"], row["round"]) == (settings, n_rounds)
             ends_round = row["last_of_round"]
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             same = False
         if not same:
             raise ConfigError(
@@ -237,12 +240,21 @@ def settings_digest(config: PrepareConfig, target_sha256: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Generates rounds until the file holds enough rows; returns the exit code."""
+    """Runs the command; returns the exit code."""
     config = parse_flags(PrepareConfig, "python -m train.prepare", argv)
+    if config.out.is_dir():
+        raise ConfigError(f"--out must name a file, got the folder {config.out}")
     target = spd_jax.load_target(config.target, config.dtype)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
     prompts = read_prompts(config.prompts) if config.prompts else None
+    with sole_writer(config.out.with_name(f".{config.out.name}.lock")):
+        write_rounds(target, config, prompts)
+    return 0
+
+
+def write_rounds(target, config: PrepareConfig, prompts: list[str] | None) -> None:
+    """Generates rounds until the file holds enough rows."""
     settings = settings_digest(config, target.sha256)
     first, began, n_tokens = resume(config, settings), time.perf_counter(), 0
     n_rounds = -(-config.rows // config.batch_size)
@@ -256,7 +268,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         n_tokens += sum(sum(row["loss_mask"]) for row in rows)
         rate = n_tokens / (time.perf_counter() - began)
         say(f"round {round_idx + 1}/{n_rounds}: {n_tokens} tokens written, {rate:.0f} a second")
-    return 0
 
 
 if __name__ == "__main__":

@@ -50,8 +50,16 @@ def init_state(params: Any, optimizer: optax.GradientTransformation, key: jax.Ar
     return TrainState(params, optimizer.init(params), *zeros, key)
 
 
-def draw_fill(key: jax.Array, n_stages: int) -> jax.Array:
-    """Draws the simulated tokens in flight: N half of the time, else uniform from 1..N-1."""
+def draw_fill(key: jax.Array, n_stages: int, expected_alpha: float | None = None) -> jax.Array:
+    """Draws the simulated tokens in flight, int32 [] in 1..N.
+
+    With `expected_alpha`, as decoding meets them: a run of accepted drafts begins at fill 1 and
+    each acceptance adds one, so of the drafts that are verified alpha^(f-1) are made at fill f or
+    above. Without, N half of the time, else uniform from 1..N-1.
+    """
+    if expected_alpha is not None:
+        reached = expected_alpha ** jnp.arange(1, n_stages)  # at fill f+1 or above
+        return 1 + jnp.sum(jax.random.uniform(key) < reached, dtype=jnp.int32)
     full_key, fill_key = jax.random.split(key)
     fill = jax.random.randint(fill_key, (), 1, n_stages)
     return jnp.where(jax.random.bernoulli(full_key), n_stages, fill)
@@ -65,6 +73,7 @@ def make_train_step(
     *,
     temperature: float = 1.0,
     mask_mode: str = "exact",
+    expected_alpha: float | None = None,
 ) -> TrainStep:
     """Returns the compiled step (state, target_params, batch) -> (state, metrics).
 
@@ -74,7 +83,7 @@ def make_train_step(
     A batch without a valid position changes nothing but the count of such batches.
     """
 
-    def loss_fn(params: Any, target_params: Any, batch: dict, fill: jax.Array) -> Any:
+    def loss_fn(params: Any, target_params: Any, batch: dict, fill: int) -> Any:
         scores = score_positions(
             target,
             draft,
@@ -87,12 +96,18 @@ def make_train_step(
         )
         return summarise(scores, batch["labels"])
 
+    # One branch a fill: the row types that play no part at it are left out.
+    at_fill = [
+        jax.value_and_grad(functools.partial(loss_fn, fill=fill), has_aux=True)
+        for fill in range(1, draft.n_stages + 1)
+    ]
+
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, target_params: Any, batch: dict) -> Any:
         key = jax.random.fold_in(state.key, state.step + state.skipped)
-        fill = draw_fill(key, draft.n_stages)
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            state.params, target_params, batch, fill
+        fill = draw_fill(key, draft.n_stages, expected_alpha)
+        (loss, metrics), grads = jax.lax.switch(
+            fill - 1, at_fill, state.params, target_params, batch
         )
 
         def update() -> TrainState:

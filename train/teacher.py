@@ -6,7 +6,9 @@ Each row is computed once where a cache is kept: later epochs read it from disk.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from spd_jax.config import ConfigError, DraftConfig, TargetConfig
 from spd_jax.models import target as model
 from spd_jax.models.distill import kept_states
 from spd_jax.ops.sampling import argmax_lowest
+from spd_jax.weights.files import one_line
 from train.data import Corpus
 
 
@@ -70,6 +73,14 @@ def teacher_outputs(
     return states, batch["best"], batch["attention_mask"] > 0
 
 
+def _claim_blocks(paths: Sequence[Path]) -> None:
+    """Gives files their disk blocks, where the system can."""
+    if hasattr(os, "posix_fallocate"):
+        for path in paths:
+            with open(path, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+
+
 class StateCache:
     """The target's outputs for the rows of one corpus, in files named for all they hang on."""
 
@@ -103,9 +114,14 @@ class StateCache:
                 f"{free / 1e9:.1f} GB are free; set state_cache False or make room"
             )
         mode = "w+" if fresh else "r+"  # w+ makes a sparse file of zeros: nothing is done
-        self._states = np.memmap(paths[0], jnp.dtype(dtype), mode, shape=shape)
-        self._best = np.memmap(paths[1], np.int32, mode, shape=(n_tokens,))
-        self._done = np.memmap(paths[2], np.uint8, mode, shape=(len(corpus.rows),))
+        try:
+            self._states = np.memmap(paths[0], jnp.dtype(dtype), mode, shape=shape)
+            self._best = np.memmap(paths[1], np.int32, mode, shape=(n_tokens,))
+            self._done = np.memmap(paths[2], np.uint8, mode, shape=(len(corpus.rows),))
+            if fresh:  # claim the blocks now: a full disk under a sparse file is a crash later
+                _claim_blocks(paths)
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot keep states ({one_line(error)})") from None
 
     @property
     def n_done(self) -> int:

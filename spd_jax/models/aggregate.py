@@ -5,6 +5,8 @@ A row of type i is made from anchors 0..i, the ones its token has passed at its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,6 @@ def make_row(projs: list[dict], features: jax.Array, row_type: int) -> jax.Array
     return linear(flat, projs[row_type]["weight"])
 
 
-def replicate_sequence(projs: list[dict], features: jax.Array) -> jax.Array:
-    """Returns the training rows [B, M * T, D] of anchors [B, T, M, D], deepest block first."""
-    blocks = [make_row(projs, features, i) for i in reversed(range(len(projs)))]
-    return jnp.concatenate(blocks, axis=1)
+def replicate_sequence(projs: list[dict], features: jax.Array, blocks: Sequence[int]) -> jax.Array:
+    """Returns the training rows [B, K * T, D] of anchors [B, T, M, D]: K row types in order."""
+    return jnp.concatenate([make_row(projs, features, i) for i in blocks], axis=1)

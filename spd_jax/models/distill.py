@@ -48,15 +48,20 @@ def draft_outputs(
 ) -> jax.Array:
     """Returns the PDM's outputs [B, T, D] (before the norm) at a simulated fill.
 
+    A static fill computes only the row types that matter at it; a traced one computes all.
+
     Raises:
       ConfigError: a static fill outside 1..N, or an unknown mask_mode.
     """
-    if isinstance(fill, int) and not 1 <= fill <= draft.n_stages:
-        raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
     pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
+    blocks = pdm.all_blocks(draft.anchors)
+    if isinstance(fill, int):
+        if not 1 <= fill <= draft.n_stages:
+            raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
+        blocks = pdm.live_blocks(pipeline, draft.anchors, fill, mask_mode)
     features = jnp.stack([hidden[b] for b in draft.anchors], axis=2)  # [B, T, M, D]
-    mask = pdm.structural_mask(pipeline, draft.anchors, features.shape[1], fill, mask_mode)
-    return pdm.forward(target, draft, params, features, valid_mask, mask)
+    mask = pdm.structural_mask(pipeline, draft.anchors, features.shape[1], fill, mask_mode, blocks)
+    return pdm.forward(target, draft, params, features, valid_mask, mask, blocks)
 
 
 def score_positions(

@@ -51,30 +51,55 @@ def structural_mask(
     n_tokens: int,
     fill: jax.Array | int,
     mode: str = "exact",
+    blocks: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Returns bool [M*T, M*T], blocks deepest first: True where a query row sees a key row.
+    """Returns bool [M*T, M*T]: True where a query row sees a key row.
 
     A query of type i, at its smallest depth d, sees token T <= t only in row type
     f(min(N, d + t - T)). With `fill` < N tokens in flight, older tokens are complete: mode
     "exact" redirects to the deepest type where d + t - T >= fill, as decoding does; mode
     "reference" where t - T >= fill, as published.
+
+    `blocks` are the row types to keep, in order; None: all M, deepest first.
     """
     if mode not in ("exact", "reference"):
         raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
-    n, n_types = pipeline.n_stages, len(anchors)
+    n, deepest = pipeline.n_stages, len(anchors) - 1
     row_types = jnp.asarray(pipeline.row_types(anchors))
-    block_types = np.arange(n_types)[::-1]  # deepest first
-    depth = jnp.asarray(np.asarray(pipeline.min_depths(anchors))[block_types])
+    kept = np.asarray(all_blocks(anchors) if blocks is None else blocks)
+    depth = jnp.asarray(np.asarray(pipeline.min_depths(anchors))[kept])
     time = jnp.arange(n_tokens)
     distance = (time[:, None] - time[None, :])[None]  # [1, T, T], t - T
     age = depth[:, None, None] + distance  # [M, T, T], depth of the key token
     needed = row_types[jnp.clip(age, 0, n)]
     complete = (age if mode == "exact" else distance) >= fill
-    needed = jnp.where(complete & (jnp.asarray(fill) < n), n_types - 1, needed)
-    seen = (needed[:, :, None, :] == jnp.asarray(block_types)[None, None, :, None]) & (
-        distance >= 0
-    )[:, :, None, :]  # [M, T, M, T]
-    return seen.reshape(n_types * n_tokens, n_types * n_tokens)
+    needed = jnp.where(complete & (jnp.asarray(fill) < n), deepest, needed)
+    seen = (needed[:, :, None, :] == jnp.asarray(kept)[None, None, :, None]) & (distance >= 0)[
+        :, :, None, :
+    ]  # [M, T, M, T]
+    return seen.reshape(len(kept) * n_tokens, len(kept) * n_tokens)
+
+
+def all_blocks(anchors: tuple[int, ...]) -> tuple[int, ...]:
+    """Every row type, deepest first: the order of training rows."""
+    return tuple(reversed(range(len(anchors))))
+
+
+def live_blocks(
+    pipeline: PipelineConfig, anchors: tuple[int, ...], fill: int, mode: str
+) -> tuple[int, ...]:
+    """The row types that a scored row (type 0) sees at this fill, itself or through others.
+
+    Few tokens in flight leave the types between unseen: rows of those need not be computed.
+    """
+    n_types, n_tokens = len(anchors), pipeline.n_stages + 1  # farther tokens are all complete
+    with jax.ensure_compile_time_eval():
+        mask = np.asarray(structural_mask(pipeline, anchors, n_tokens, fill, mode))
+    sees = mask.reshape(n_types, n_tokens, n_types, n_tokens).any((1, 3))[::-1, ::-1]
+    live = np.arange(n_types) == 0
+    for _ in range(n_types):
+        live = live | sees[live].any(0)
+    return tuple(i for i in all_blocks(anchors) if live[i])
 
 
 def forward(
@@ -84,17 +109,19 @@ def forward(
     features: jax.Array,
     valid_mask: jax.Array,
     mask: jax.Array,
+    blocks: tuple[int, ...],
 ) -> jax.Array:
     """Returns the PDM's output [B, T, D] for the type-0 row of each token, before the norm.
 
     Args:
       features: anchors [B, T, M, D]; valid_mask: bool [B, T], False on padding.
-      mask: structural mask bool [M*T, M*T].
+      mask: structural mask bool [K*T, K*T] of the K row types in `blocks`, of which 0 is last.
     """
-    n_batch, n_tokens, n_types, _ = features.shape
-    rows = replicate_sequence(params["projs"], normalise(draft, features, target.norm_eps))
-    positions = jnp.tile(jnp.arange(n_tokens), (n_batch, n_types))
-    valid = jnp.tile(valid_mask, (1, n_types))
+    n_batch, n_tokens, *_ = features.shape
+    prepared = normalise(draft, features, target.norm_eps)
+    rows = replicate_sequence(params["projs"], prepared, blocks)
+    positions = jnp.tile(jnp.arange(n_tokens), (n_batch, len(blocks)))
+    valid = jnp.tile(valid_mask, (1, len(blocks)))
     mask = mask[None] & valid[:, :, None] & valid[:, None, :]
     config = layer_config(target, draft)
     *first, last = params["layers"]
@@ -156,6 +183,54 @@ def init_params(
     return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
 
 
+def grow_params(
+    draft: DraftConfig,
+    fresh: dict,
+    target_params: dict,
+    start_config: DraftConfig,
+    start_params: dict,
+) -> dict:
+    """Returns parameters for training that do what a smaller or equal draft does.
+
+    Layers that the other lacks come first and add nothing yet: copies of the target's second
+    layer and on (early heads look at the tokens just before) with output matrices of zeros. The
+    rows of the head are taken by id, those the other lacks from `fresh`.
+
+    Args:
+      fresh: `init_params` of `draft`; start_config, start_params: the draft to begin from.
+    Raises:
+      ConfigError: the two differ in more than layers, draft ids and stage split.
+    """
+    for name in ("anchors", "d_ff", "feature_norm", "qk_norm", "head"):
+        ours, theirs = getattr(draft, name), getattr(start_config, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"{name} must be that of the head to start from, {theirs}, got {ours}; change it "
+                "or start from another head"
+            )
+    n_new = draft.n_layers - start_config.n_layers
+    if n_new < 0:
+        raise ConfigError(
+            f"n_layers must be at least {start_config.n_layers}, as in the head to start from, "
+            f"got {draft.n_layers}"
+        )
+    added = [
+        _without_output(_copy_matching(layer, source))
+        for layer, source in zip(
+            fresh["layers"][:n_new], target_params["layers"][1 : n_new + 1], strict=True
+        )
+    ]
+    params = {"projs": start_params["projs"], "layers": [*added, *start_params["layers"]]}
+    if draft.head == "own":
+        n_all = len(start_params["lm_head"]["weight"])
+        theirs = start_config.draft_ids or range(n_all)
+        ours = draft.draft_ids or range(len(fresh["lm_head"]["weight"]))
+        _, to, taken = np.intersect1d(ours, theirs, return_indices=True)
+        rows = start_params["lm_head"]["weight"][taken]
+        params["lm_head"] = {"weight": fresh["lm_head"]["weight"].at[to].set(rows)}
+    return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
+
+
 def anchor_scales(
     target: TargetConfig, draft: DraftConfig, params: dict, key: jax.Array, n_tokens: int = 64
 ) -> jax.Array:
@@ -170,6 +245,15 @@ def anchor_scales(
     hidden = model.hidden_states(target, params, ids)
     anchors = jnp.stack([hidden[b] for b in draft.anchors]).astype(jnp.float32)  # [M, 1, T, D]
     return jnp.median(jnp.sqrt(jnp.mean(anchors**2, axis=-1)), axis=(1, 2)).astype(dtype)
+
+
+def _without_output(layer: dict) -> dict:
+    """A decoder layer that returns its input: both output matrices are zero."""
+    attn, mlp = layer["attn"], layer["mlp"]
+    return layer | {
+        "attn": attn | {"o": jax.tree.map(jnp.zeros_like, attn["o"])},
+        "mlp": mlp | {"down": jax.tree.map(jnp.zeros_like, mlp["down"])},
+    }
 
 
 def _copy_matching(fresh: dict, source: dict) -> dict:

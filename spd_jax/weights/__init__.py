@@ -35,7 +35,7 @@ def load_target_files(source: str | Path, dtype: str = "float32") -> LoadedTarge
 
         return load_tiny(dtype)
     path = Path(source)
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         from spd_jax.weights.gguf import load_gguf
 
         return load_gguf(path, dtype)
@@ -76,7 +76,8 @@ def load_draft_file(
             path = path / reference_head.TENSORS_NAME
     if path.suffix in (".pt", ".safetensors"):
         return reference_head.load_reference_head(path, dtype)
+    state = "is no draft head" if path.exists() else "is not there"
     raise ConfigError(
-        f"draft {str(source)!r} is not there; give a directory with config.json and"
+        f"draft {str(source)!r} {state}; give a directory with config.json and"
         " model.safetensors, a head.pt, or a head.safetensors beside head_config.json"
     )

@@ -33,7 +33,10 @@ def cache_directory() -> Path:
     """Returns $SPD_CACHE, else spd_jax under $XDG_CACHE_HOME or ~/.cache."""
     own, xdg = os.environ.get("SPD_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
     if own:
-        return Path(own).expanduser().absolute()
+        try:
+            return Path(own).expanduser().absolute()
+        except RuntimeError as error:  # ~ of an unknown user
+            raise ConfigError(f"SPD_CACHE={own}: {one_line(error)}; name another folder") from None
     base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~/.cache"))
     return base / "spd_jax"
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,29 @@ def replace_file(path: Path, content: bytes) -> None:
             os.unlink(temporary)
         raise
     sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def sole_writer(lock: Path) -> Iterator[None]:
+    """Holds a lock file, made where it lacks; the system drops the lock of a killed process.
+
+    Raises:
+      ConfigError: another process holds it, or the disk refuses.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = open(lock, "a")
+    except OSError as error:
+        raise ConfigError(f"{lock.parent}: cannot write there ({one_line(error)})") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"{lock.parent}: another process is writing there (it holds {lock.name}); wait for "
+                "it, stop it or name another place"
+            ) from None
+        yield
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -56,6 +56,11 @@ def load_gguf(path: str | Path, dtype: str, tokenizer_cache: Path | None = None)
     tokenizer = tokenizer_from_gguf(fields, path, tokenizer_cache)
     stop = {fields[name] for name in _END_FIELDS if isinstance(fields.get(name), int)}
     stop |= set(tokenizer.end_ids if tokenizer else ())
+    if stop and not 0 <= min(stop) <= max(stop) < config.vocab_size:
+        raise ConfigError(
+            f"{path}: end ids must be below the vocabulary's {config.vocab_size}, got "
+            f"{sorted(stop)}; get the file anew"
+        )
     return LoadedTarget(config, params, tokenizer, tuple(sorted(stop)), file_sha256(path))
 
 
@@ -111,7 +116,8 @@ def _config(fields: dict[str, Any], tensors: dict[str, Any], path: Path) -> Targ
 
     def number(name: str, kind: type = int, default: Any = None) -> Any:
         value = fields.get(f"llama.{name}", default)
-        if isinstance(value, bool) or not isinstance(value, (int, kind)) or value <= 0:
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
             raise ConfigError(f"{path}: llama.{name} must be a positive {kind.__name__}")
         return kind(value)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import difflib
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from spd_jax.config import ConfigError, DraftConfig, TargetConfig, from_fields
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig, from_fields
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json, sync_directory, sync_file
 from spd_jax.weights.loaded import run_dtype
@@ -107,18 +108,19 @@ def load_head_dir(
     draft, target = fields.get("draft"), fields.get("target")
     if not isinstance(draft, dict) or not isinstance(target, dict):
         raise ConfigError(f"{path}: must hold the objects 'draft' and 'target'")
-    for name in TARGET_SIZES:
-        if type(target.get(name)) is not int or target[name] < 1:
-            raise ConfigError(f"{path}: target.{name} must be a positive integer")
+    _check_target(target, path)
+    if "draft_ids" in draft:
+        raise ConfigError(f"{path}: draft_ids are kept in {TENSORS_NAME}; remove them here")
     tensors = TensorFile(directory / TENSORS_NAME)
     left = set(tensors.names)
     if keymaps.DRAFT_IDS in left:
         left.discard(keymaps.DRAFT_IDS)
         draft = {**draft, "draft_ids": tensors.take_ints(keymaps.DRAFT_IDS).tolist()}
+    config = from_fields(DraftConfig, draft, str(path))
     try:
-        config = from_fields(DraftConfig, draft, str(path))
-    except TypeError as error:
-        raise ConfigError(f"{path}: a field of 'draft' has a wrong type ({error})") from None
+        PipelineConfig(target["n_layers"], config.n_stages, config.stage_layers)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if config.draft_ids is not None and config.draft_ids[-1] >= target["vocab_size"]:
         raise ConfigError(f"{path}: draft_ids must be below vocab_size {target['vocab_size']}")
 
@@ -132,6 +134,21 @@ def load_head_dir(
     if left:
         raise ConfigError(f"{tensors.path}: unknown tensor {min(left)}; does it fit {CONFIG_NAME}?")
     return config, params, target
+
+
+def _check_target(target: dict[str, Any], path: Path) -> None:
+    """Raises ConfigError unless these are the sizes and the type of a target."""
+    known = (*TARGET_SIZES, "model_type")
+    for name in target:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+            raise ConfigError(f"{path}: unknown field {name!r} of 'target'; {hint}")
+    for name in TARGET_SIZES:
+        if type(target.get(name)) is not int or target[name] < 1:
+            raise ConfigError(f"{path}: target.{name} must be a positive integer")
+    if not isinstance(target.get("model_type"), str):
+        raise ConfigError(f"{path}: target.model_type must be a text, like 'llama'")
 
 
 def _sizes(config: DraftConfig, target: dict[str, Any]) -> dict[str, int]:

@@ -50,7 +50,8 @@ def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
         raise ConfigError(f"{weights_path}: unsupported tensor {min(left)}; use a plain llama")
     tokenizer = tokenizer_from_directory(directory)
     sha256 = _weights_sha256({file.path for file in files.values()}, weights_path)
-    return LoadedTarget(config, params, tokenizer, _stop_ids(directory, hf, tokenizer), sha256)
+    stop_ids = _stop_ids(directory, hf, tokenizer, config.vocab_size)
+    return LoadedTarget(config, params, tokenizer, stop_ids, sha256)
 
 
 def snapshot(hub_id: str) -> Path:
@@ -116,12 +117,17 @@ def _weights_sha256(paths: set[Path], weights_path: Path) -> str:
 
 
 def _stop_ids(
-    directory: Path, hf: dict[str, Any], tokenizer: ChatTokenizer | None
+    directory: Path, hf: dict[str, Any], tokenizer: ChatTokenizer | None, vocab_size: int
 ) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     # Without one, generation is configured from config.json, as in transformers.
-    found = (read_json(path) if path.is_file() else hf).get("eos_token_id")
+    path = path if path.is_file() else directory / "config.json"
+    found = (hf if path.name == "config.json" else read_json(path)).get("eos_token_id")
     ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and i >= 0 for i in ids):
-        raise ConfigError(f"{path}: eos_token_id must be an id or a list of ids, got {found!r}")
-    return tuple(sorted({*ids, *(tokenizer.end_ids if tokenizer else ())}))
+    if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        raise ConfigError(
+            f"{path}: eos_token_id must be an id below {vocab_size} or a list of such, "
+            f"got {found!r}"
+        )
+    ends = [i for i in tokenizer.end_ids if i < vocab_size] if tokenizer else []
+    return tuple(sorted({*ids, *ends}))

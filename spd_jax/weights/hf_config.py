@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
         raise ConfigError(f"{path}: model_type must be 'llama', got {hf.get('model_type')!r}")
     theta, rope = _rope(hf, path)
     layer_types = hf.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"{path}: layer_types must be a list, got {layer_types!r}")
     unsupported = {
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
@@ -54,7 +57,7 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
             norm_eps=_float(hf, "rms_norm_eps", path, 1e-6),
             rope_theta=theta,
             rope_scaling=rope,
-            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            tied_embeddings=_bool(hf, "tie_word_embeddings", path),
         )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
@@ -125,6 +128,14 @@ def _int(hf: dict[str, Any], name: str, path: Path, default: int | None = None) 
 def _float(hf: dict[str, Any], name: str, path: Path, default: float | None = None) -> float:
     value = hf.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and 0 < value < math.inf):
         raise ConfigError(f"{path}: {name} must be a positive number, got {value!r}")
     return float(value)
+
+
+def _bool(hf: dict[str, Any], name: str, path: Path) -> bool:
+    value = hf.get(name) or False
+    if not isinstance(value, bool):
+        raise ConfigError(f"{path}: {name} must be true or false, got {value!r}")
+    return value

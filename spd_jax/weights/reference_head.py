@@ -6,6 +6,7 @@ Row r of its lm_head belongs to sorted(set(draft_token_ids))[r].
 
 from __future__ import annotations
 
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def _check_version(config: dict[str, Any], source: Path) -> None:
     version = config.get("version") or 11
     if version != 11:
         raise ConfigError(
-            f"{source}: version {version!r} of the reference's heads is not supported yet; give v11"
+            f"{source}: version {reprlib.repr(version)} of the reference's heads is not supported "
+            "yet; give v11"
         )
 
 
@@ -208,7 +210,7 @@ def _ints(config: dict[str, Any], name: str, source: Path) -> tuple[int, ...]:
     value = value.tolist() if isinstance(value, np.ndarray) else value
     whole = isinstance(value, (list, tuple)) and all(type(i) is int for i in value)
     if not whole or not value:
-        found = one_line(repr(value))
+        found = reprlib.repr(value)
         raise ConfigError(f"{source}: {name} must be a list of integers, got {found}")
     return tuple(value)
 
@@ -216,7 +218,5 @@ def _ints(config: dict[str, Any], name: str, source: Path) -> tuple[int, ...]:
 def _int(config: dict[str, Any], name: str, source: Path, default: int | None = None) -> int:
     value = config.get(name, default)
     if type(value) is not int or value < 1:
-        raise ConfigError(
-            f"{source}: {name} must be a positive integer, got {one_line(repr(value))}"
-        )
+        raise ConfigError(f"{source}: {name} must be a positive integer, got {reprlib.repr(value)}")
     return value

@@ -48,7 +48,17 @@ class ChatTokenizer:
         return tuple(sorted(ids))
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of raw text; nothing is added at either end."""
+        """Returns the ids of raw text; nothing is added at either end.
+
+        Raises:
+          ConfigError: the text holds half a character, as undecodable bytes become.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text is not valid Unicode at character {error.start}; give it as UTF-8"
+            ) from None
         return self._fast.encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:

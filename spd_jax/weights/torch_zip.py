@@ -10,6 +10,7 @@ import collections
 import io
 import math
 import pickle
+import reprlib
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,19 +84,22 @@ class _Reader(pickle._Unpickler):
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _rebuild_tensor
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return _ordered_dict
         raise ConfigError(f"refused: its pickle asks for {one_line(f'{module}.{name}')!r}")
 
     def persistent_load(self, pid: Any) -> np.ndarray:
         kind, storage, key, _, n_items = pid
         if kind != "storage" or not isinstance(storage, _StorageType):
-            raise ConfigError(f"refused: unknown persistent object {one_line(repr(pid))}")
+            raise ConfigError(f"refused: unknown persistent object {reprlib.repr(pid)}")
+        if type(key) is not str:
+            raise ConfigError(f"refused: a storage named by a {type(key).__name__}")
         name = f"{self._root}data/{key}"
         if name not in self._sizes:
-            raise ConfigError(f"storage {one_line(repr(key))} is missing; get the file anew")
+            raise ConfigError(f"storage {reprlib.repr(key)} is missing; get the file anew")
         if not isinstance(n_items, int) or n_items * storage.dtype.itemsize != self._sizes[name]:
             raise ConfigError(
-                f"storage {key} has {self._sizes[name]} bytes, claims {n_items} items"
+                f"storage {reprlib.repr(key)} has {self._sizes[name]} bytes, claims "
+                f"{reprlib.repr(n_items)} items"
             )
         if name not in self._storages:
             self._storages[name] = np.frombuffer(self._archive.read(name), np.uint8)
@@ -109,6 +113,41 @@ class _Reader(pickle._Unpickler):
 
     dispatch[pickle.BUILD[0]] = load_build
 
+    def load_setitem(self) -> None:
+        _check_keys(self.stack[-2:])
+        super().load_setitem()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+
+    def load_setitems(self) -> None:
+        _check_keys(self.stack)  # what came since the last mark
+        super().load_setitems()
+
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+    def load_refused(self) -> None:
+        raise ConfigError("refused: its pickle makes sets or objects, which torch.save never does")
+
+    # What is left hashes nothing but the keys checked above: hashing a tuple of tuples that share
+    # members takes exponential time.
+    for _code in (
+        *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.DICT),
+        *(pickle.OBJ, pickle.INST, pickle.NEWOBJ, pickle.NEWOBJ_EX),
+        *(pickle.EXT1, pickle.EXT2, pickle.EXT4),
+    ):
+        dispatch[_code[0]] = load_refused
+
+
+def _check_keys(pairs: list[Any]) -> None:
+    """Raises ConfigError unless every other item, a key, is a text or an integer."""
+    for key in pairs[::2]:
+        if type(key) not in (str, int):
+            raise ConfigError(f"refused: a key of type {type(key).__name__}")
+
+
+def _ordered_dict() -> collections.OrderedDict:
+    return collections.OrderedDict()  # its items come one by one, by SETITEMS
+
 
 def _rebuild_tensor(storage, offset, size, stride, requires_grad=False, hooks=None, meta=None):
     """Returns the strided view that torch._utils._rebuild_tensor_v2 would."""
@@ -116,7 +155,8 @@ def _rebuild_tensor(storage, offset, size, stride, requires_grad=False, hooks=No
     if not isinstance(storage, np.ndarray) or len(size) != len(stride):
         raise ConfigError("refused: a tensor without storage or strides")
     if not all(type(n) is int and n >= 0 for n in numbers):
-        raise ConfigError(f"refused: a tensor of size {size}, strides {stride}, offset {offset}")
+        found = reprlib.repr((size, stride, offset))
+        raise ConfigError(f"refused: a tensor of size, strides and offset {found}")
     n_items = math.prod(size)
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if n_items > storage.size or (n_items and last >= storage.size):

@@ -6,7 +6,7 @@ import pytest
 
 import spd_jax
 from infer import evaluate
-from infer.prompts import prompt_ids, read_prompts
+from infer.prompts import PromptRow, prompt_ids, read_prompts
 from infer.startup import load_subject
 from spd_jax.commandline import parse_flags
 from spd_jax.config import ConfigError
@@ -43,7 +43,6 @@ def test_every_figure_is_there_and_adds_up(prompt_files, tmp_path, capsys):
     assert 0 <= pooled["sampled_agreement"] <= 1
     assert 0 < pooled["bf16_match_rate"] <= 1
     assert len(record["samples"]) == 4
-    assert not (tmp_path / "out.json.part").exists()
     table = capsys.readouterr().out
     for row in ("alpha", "2-gram lookup", "tau, pooled", "identical to generate", "pooled"):
         assert row in table
@@ -82,13 +81,17 @@ def test_alpha_and_lookup_are_those_of_single_decodes(prompt_files, tmp_path):
         (["--prompts", "FILE", "--batch-size", "0"], "--batch-size"),
         (["--prompts", "FILE", "--sampled-temperature", "-1"], "--sampled-temperature"),
         (["--prompts", "BAD"], "bad.jsonl:2: "),
+        (["--prompts", "DEEP"], "deep.jsonl:1: "),
         (["--prompts", "FILE", "--json", "/nowhere/out.json"], "--json"),
+        (["--prompts", "FILE", "--json", "FOLDER"], "--json"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv, words, prompt_files, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"turns": ["fine"]}\n{"turns": 3}\n')
-    names = {"FILE": prompt_files[0], "BAD": str(bad)}
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text("[" * 100_000)
+    names = {"FILE": prompt_files[0], "BAD": str(bad), "DEEP": str(deep), "FOLDER": str(tmp_path)}
     with pytest.raises(SystemExit) as stop:
         evaluate.run(lambda: evaluate.main([names.get(a, a) for a in argv]))
     assert stop.value.code == 2
@@ -110,10 +113,17 @@ def test_columns_have_the_shortest_names_that_tell_files_apart(paths, names):
     assert list(evaluate.column_names(paths).values()) == names
 
 
+def test_a_prompt_beyond_the_context_is_named_by_line_before_anything_runs():
+    rows = [PromptRow("p.jsonl", 4, "short"), PromptRow("p.jsonl", 9, "long")]
+    evaluate.check_lengths(rows, [[1] * 2, [1] * 6], 4, context=10)
+    with pytest.raises(ConfigError, match="p.jsonl:9: prompt of 7 tokens .* context of 10"):
+        evaluate.check_lengths(rows, [[1] * 2, [1] * 7], 4, context=10)
+
+
 def test_json_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(ConfigError, match="--json"):
-        evaluate.write_json(str(tmp_path / "absent" / "out.json"), {})
+        evaluate.write_json(tmp_path / "absent" / "out.json", {})
     path = tmp_path / "out.json"
-    evaluate.write_json(str(path), {"alpha": 0.5})
+    evaluate.write_json(path, {"alpha": 0.5})
     assert json.loads(path.read_text()) == {"alpha": 0.5}
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]

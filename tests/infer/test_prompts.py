@@ -41,6 +41,8 @@ def test_the_first_turn_is_the_prompt(tmp_path):
         '{"turns": "text"}',
         '{"turns": [1]}',
         '{"turns": [""]}',
+        "[" * 100_000,
+        '{"turns": ' + "9" * 5000 + "}",
     ],
 )
 def test_a_bad_line_is_named(line, tmp_path):

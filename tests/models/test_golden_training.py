@@ -115,7 +115,7 @@ def test_teacher_states_are_the_references(case):
 
 def test_fused_rows_are_the_references(case):
     features = jnp.stack([case.hidden[b] for b in case.draft.anchors], axis=2)
-    rows = replicate_sequence(case.params["projs"], features)
+    rows = replicate_sequence(case.params["projs"], features, pdm.all_blocks(case.draft.anchors))
     valid = np.tile(case.valid_mask, (1, len(case.draft.anchors)))
     np.testing.assert_allclose(rows[valid], case.want["spec_hidden"][valid], **NEAR)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spd_jax.config import ConfigError, PipelineConfig
-from spd_jax.models.draft import structural_mask
+from spd_jax.models.draft import all_blocks, live_blocks, structural_mask
 
 SHAPES = [  # L, N, stage_layers, anchors
     (4, 2, None, (0, 2, 4)),
@@ -106,6 +106,26 @@ def test_modes_differ_in_34_of_560_cells_of_an_eight_stage_pipeline():
         )
         n_differing += (exact != reference)[:, -1].any(1).sum()  # the newest query: 5 * 16 cells
     assert n_differing == 34
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_of_types_that_are_not_live_are_seen_by_no_live_row(shape):
+    pipeline, anchors = PipelineConfig(*shape[:3]), shape[3]
+    for fill in range(1, pipeline.n_stages + 1):
+        for mask, mode in zip(masks(shape, fill), ("exact", "reference"), strict=True):
+            blocks = live_blocks(pipeline, anchors, fill, mode)
+            kept = [i in blocks for i in all_blocks(anchors)]
+            assert kept[-1]  # the scored rows
+            kept = np.repeat(kept, 12)
+            assert not mask[kept][:, ~kept].any()
+            part = structural_mask(pipeline, anchors, 12, fill, mode, blocks)
+            np.testing.assert_array_equal(part, mask[kept][:, kept])
+
+
+def test_few_tokens_in_flight_need_few_row_types():
+    pipeline, anchors = PipelineConfig(30, 5), (0, 6, 12, 18, 24, 30)
+    live = [live_blocks(pipeline, anchors, fill, "exact") for fill in range(1, 6)]
+    assert live == [(5, 0), (5, 1, 0), (5, 2, 1, 0), (5, 3, 2, 1, 0), (5, 4, 3, 2, 1, 0)]
 
 
 def test_an_unknown_mode_is_refused():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import spd_jax
+from spd_jax import requests
 from spd_jax.models import target as model
 from spd_jax.pipeline import cycle
 from spd_jax.pipeline.comm import LocalComm
@@ -19,6 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEAR = {"rtol": 0, "atol": 1e-4}
 RUNS = [(2, "virtual"), (4, "virtual"), (4, "sharded"), (8, "virtual")]
+
+
+@pytest.fixture(autouse=True)
+def one_bucket(monkeypatch):
+    """Pads every prompt to 64, so that one prefill program serves them all."""
+    monkeypatch.setattr(requests, "padded_prompt_len", lambda longest: 64)
 
 
 @pytest.fixture(scope="module")

@@ -58,13 +58,16 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"lr": 0.0}, "lr must be above 0"),
+        ({"lr": 0.0}, "lr must be a number above 0"),
         ({"b2": 1.0}, "b2 must be between"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"batch_tokens": 100}, "batch_tokens must hold one row of sequence_len"),
         ({"sequence_len": 1}, "sequence_len must be at least 2"),
-        ({"lr": float("nan")}, "lr must be above 0"),
+        ({"lr": float("nan")}, "lr must be a number above 0"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
+        ({"epochs": float("inf")}, "epochs must be a number above 0, got inf"),
+        ({"expected_alpha": 1.0}, "expected_alpha must be between 0 and 1"),
+        ({"seed": 2**70}, "seed must be below"),
     ],
 )
 def test_values_that_cannot_be_are_errors(fields, message):

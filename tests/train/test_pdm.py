@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from spd_jax.config import ConfigError
 from spd_jax.weights import load_draft_file, load_target_files
+from spd_jax.weights.files import sole_writer
 from train import pdm
 from train.stop import StopRequest
 
@@ -90,7 +92,7 @@ class StopAfter:
 
 def test_a_run_leaves_heads_checkpoints_metrics_and_its_record(whole_run):
     workdir, _ = whole_run
-    names = {"checkpoints", "heads", "metrics.jsonl", "run.json"}
+    names = {"checkpoints", "heads", "metrics.jsonl", "run.json", ".lock"}
     assert {path.name for path in workdir.iterdir()} == names
     for name in ("checkpoints", "heads"):
         assert sorted(path.name for path in (workdir / name).iterdir()) == ["12", "8"]
@@ -110,6 +112,36 @@ def test_the_head_loads_and_is_bound_to_the_target(whole_run):
     assert params["lm_head"]["weight"].shape == (192, described["d_model"])
     card = (directory / "README.md").read_text()
     assert "Pipeline draft module for tiny" in card and "2-gram lookup" in card
+
+
+def test_a_run_starts_from_a_head_and_may_add_a_layer(data, whole_run, tmp_path):
+    head = whole_run[0] / "heads" / "12"
+    more = ("--start-from", str(head), "--n-layers", "2", "--heldout-data", str(data))
+    run_main([*argv(data, tmp_path / "grown", *more), "--steps", "1", "--lr", "1e-9"])
+    (before,) = (r["heldout"] for r in read_metrics(whole_run[0]) if r["step"] == 12)
+    (after,) = (r["heldout"] for r in read_metrics(tmp_path / "grown") if "heldout" in r)
+    assert after["all"]["loss"] == pytest.approx(before["all"]["loss"], rel=0.02)  # bfloat16
+    config, _, _ = load_draft_file(tmp_path / "grown" / "heads" / "1")
+    assert config.n_layers == 2
+
+
+def test_a_head_of_another_target_is_no_start(data, whole_run, tmp_path):
+    head = tmp_path / "head"
+    shutil.copytree(whole_run[0] / "heads" / "12", head)
+    text = (head / "config.json").read_text()
+    sha256 = load_target_files("tiny").sha256
+    (head / "config.json").write_text(text.replace(sha256, "0" * 64))
+    with pytest.raises(ConfigError, match="give a head of this target"):
+        pdm.main([*argv(data, tmp_path / "run"), "--start-from", str(head)])
+
+
+def test_only_one_process_trains_in_a_workdir(data, tmp_path):
+    with (
+        sole_writer(tmp_path / ".lock"),
+        pytest.raises(ConfigError, match="another process is writing there"),
+    ):
+        pdm.main(argv(data, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("state_cache", ["False", "True"])

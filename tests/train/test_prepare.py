@@ -5,6 +5,7 @@ import json
 import pytest
 
 from spd_jax.config import ConfigError
+from spd_jax.weights.files import sole_writer
 from train import prepare
 
 FLAGS = [
@@ -64,6 +65,30 @@ def test_foreign_rows_and_other_settings_lose_nothing(written, tmp_path):
     assert written.read_bytes() == before
 
 
+def test_only_one_process_writes_a_file(written, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    with (
+        sole_writer(out.with_name(".rows.jsonl.lock")),
+        pytest.raises(ConfigError, match="another process is writing there"),
+    ):
+        prepare.main(["--out", str(out), "--rows", "4", *FLAGS])
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--seed", "-1"], "seed must be from 0"),
+        (["--temperatures", "inf"], "temperatures must be"),
+        (["--out", "."], "--out must name a file"),
+        (["--out", "/proc/nowhere/rows.jsonl"], "cannot write there"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(flags, line, tmp_path):
+    with pytest.raises(ConfigError, match=line):
+        prepare.main(["--out", str(tmp_path / "rows.jsonl"), "--rows", "4", *FLAGS, *flags])
+
+
 def test_prompts_come_from_a_file_in_order(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     system = {"role": "system", "content": "be brief"}
@@ -79,7 +104,7 @@ def test_prompts_come_from_a_file_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "no json\n", '{"turns": []}\n', "3\n", '{"turns": [" "]}\n']
+    "content", ["", "[" * 100_000, "no json\n", '{"turns": []}\n', "3\n", '{"turns": [" "]}\n']
 )
 def test_bad_prompts_are_named_by_line(content, tmp_path):
     path = tmp_path / "prompts.jsonl"

@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 
+from spd_jax.models.distill import score_positions, summarise
 from spd_jax.models.draft import init_params
 from train.config import TrainConfig
 from train.data import make_batch
 from train.optimizer import learning_rate, make_optimizer
 from train.step import draw_fill, init_state, make_train_step
-from train.teacher import Teacher
+from train.teacher import Teacher, teacher_outputs
 
 CONFIG = TrainConfig(lr=3e-3, warmup_steps=2)
 
@@ -97,6 +98,30 @@ def test_the_fill_is_full_half_of_the_time_and_else_uniform(n_stages):
     np.testing.assert_allclose(share[1:n_stages], 0.5 / (n_stages - 1), atol=0.025)
 
 
+def test_the_fill_follows_runs_of_accepted_drafts():
+    keys = jax.random.split(jax.random.key(0), 8000)
+    fills = np.asarray(jax.vmap(lambda key: draw_fill(key, 4, 0.6))(keys))
+    share = np.bincount(fills, minlength=5) / len(fills)
+    np.testing.assert_allclose(share, [0, 0.4, 0.6 * 0.4, 0.36 * 0.4, 0.6**3], atol=0.025)
+
+
+def test_a_step_at_a_fill_is_the_gradient_over_all_row_types(small, corpus):
+    """Leaving out row types that play no part changes neither the loss nor any gradient."""
+    batch = taught(small, corpus, corpus.rows[:4])
+    draft = dataclasses.replace(small.draft, n_layers=2)
+    params = init_params(small.target, draft, small.target_params, jax.random.key(1))
+    kept = teacher_outputs(small.target, draft, batch)
+
+    def loss(params, fill):
+        scores = score_positions(small.target, draft, small.target_params, params, *kept, fill=fill)
+        return summarise(scores, batch["labels"])[0]
+
+    for fill in (1, 2, 3):
+        got = jax.jit(jax.value_and_grad(lambda p, fill=fill: loss(p, fill)))(params)
+        want = jax.jit(jax.value_and_grad(loss))(params, jnp.asarray(fill))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
 def test_steps_draw_different_fills_without_recompiling(small, corpus, state, train_step):
     batch = taught(small, corpus, corpus.rows[:4])
     fills, n_compiled = [], []
@@ -105,7 +130,7 @@ def test_steps_draw_different_fills_without_recompiling(small, corpus, state, tr
         fills.append(int(metrics["fill"]))
         n_compiled.append(train_step._cache_size())
     assert set(fills) == {1, 2, 3}
-    assert n_compiled[0] == n_compiled[-1]  # fills are traced values
+    assert n_compiled[0] == n_compiled[-1]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -150,6 +150,21 @@ def test_an_unsupported_feature_is_named(tmp_path, config, random_params, refuse
         load_gguf(tmp_path / "m.gguf", "float32")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_number_that_is_none_is_named(tmp_path, config, random_params, refused, value):
+    extra = {"llama__rope__freq_base": value}
+    write_gguf(tmp_path / "m.gguf", config, tensors_of(config, random_params(config)), **extra)
+    with refused("m.gguf", "llama.rope.freq_base"):
+        load_gguf(tmp_path / "m.gguf", "float32")
+
+
+def test_an_end_id_beyond_the_vocabulary_is_named(tmp_path, config, random_params, refused):
+    extra = {"tokenizer__ggml__eom_token_id": 10**6}
+    write_gguf(tmp_path / "m.gguf", config, tensors_of(config, random_params(config)), **extra)
+    with refused("m.gguf", "1000000"):
+        load_gguf(tmp_path / "m.gguf", "float32")
+
+
 def test_another_architecture_is_named(tmp_path, config, random_params, refused):
     tensors = tensors_of(config, random_params(config))
     write_gguf(tmp_path / "m.gguf", config, tensors, architecture="falcon")

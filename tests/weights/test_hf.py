@@ -111,6 +111,11 @@ def test_transformers_reads_the_written_config(directory, config):
         ("num_hidden_layers", 0),
         ("num_key_value_heads", 3),
         ("rms_norm_eps", -1),
+        ("rms_norm_eps", float("inf")),
+        ("tie_word_embeddings", "false"),
+        ("layer_types", 5),
+        ("eos_token_id", 10**6),
+        ("eos_token_id", True),
     ],
 )
 def test_an_unsupported_or_wrong_field_is_named(directory, refused, name, value):

@@ -259,6 +259,10 @@ def test_a_pickle_that_calls_is_refused_by_name(tmp_path, refused, function, wor
     assert not marker.exists()
 
 
+NESTED = b")" + b"2\x86" * 60  # t = (); 60 times t = (t, t)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "payload",
     [
@@ -277,11 +281,28 @@ def test_a_pickle_that_calls_is_refused_by_name(tmp_path, refused, function, wor
         b"\x80\x02}r\xff\xff\xff\xff.",  # a memo index of 4 billion: not allocated
         b"\x80\x04\x8d" + (1 << 62).to_bytes(8, "little") + b"x.",
         b"\x80\x02]" + b"(l" * 5000 + b".",
+        b"\x80\x02}(" + NESTED + b"I1\nu.",  # a key that takes 2^60 steps to hash
+        b"\x80\x02}" + NESTED + b"I1\ns.",
+        b"(" + NESTED + b"I1\nd.",  # DICT
+        b"\x80\x04\x8f(" + NESTED + b"\x90.",  # a set
+        b"\x80\x04(" + NESTED + b"\x91.",  # a frozenset
+        b"ccollections\nOrderedDict\n((" + NESTED + b"I1\nttR.",
+        b"(S'storage'\n" + b"ctorch\nFloatStorage\n" + NESTED + b"S'cpu'\nI4\ntQ.",
+        b"ctorch._utils\n_rebuild_tensor_v2\n(N" + NESTED + b"(I2\nt(I1\nttR.",
         b"",
         b"garbage",
     ],
 )
 def test_hostile_and_broken_pickles_are_refused(tmp_path, refused, payload):
+    with refused("head.pt"):
+        load_draft_file(write_zip(tmp_path / "head.pt", payload))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("field", ["version", "aggr_feature_bound", "num_stages"])
+def test_an_absurd_value_in_the_config_is_shown_in_short(tmp_path, refused, field):
+    pairs = f"}}S'{field}'\n".encode() + NESTED + b"s"
+    payload = b"\x80\x02}(S'state_dict'\n}S'config'\n" + pairs + b"u."
     with refused("head.pt"):
         load_draft_file(write_zip(tmp_path / "head.pt", payload))
 
