@@ -1,7 +1,7 @@
 """Telling a rounding difference between two decodes from a fault.
 
-float32 products depend on how many rows are computed at once in their last bits, so two correct
-decodes can part where the target's two best tokens are almost equal, and only there.
+Products depend in their last bits on how many rows are computed at once, so two correct decodes
+can part where the target's two best tokens are almost equal, and only there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import numpy as np
 
 import spd_jax
 
-ROUNDING_MARGIN = 1e-3  # a smaller gap between the two best logits can flip by rounding
+# A smaller gap between the two best logits can flip by rounding. bfloat16 has steps of 0.125 from
+# 16 to 32, where logits lie, and a hidden state is rounded in every layer.
+ROUNDING_MARGINS = {"float32": 1e-3, "bfloat16": 0.5}
 _BUCKET = 128  # lengths are padded to multiples of it, so that few programs are compiled
 
 
@@ -47,6 +49,7 @@ class Agreement:
 
     position: int | None  # index of the first different token, None where all are the same
     gap: float | None  # there, how far the target's best logit leads its second best
+    margin: float = 0.0  # a smaller gap can flip by rounding
 
     @property
     def identical(self) -> bool:
@@ -56,7 +59,7 @@ class Agreement:
     @property
     def is_rounding(self) -> bool:
         """True where the difference is one that rounding explains."""
-        return self.gap is not None and self.gap < ROUNDING_MARGIN
+        return self.gap is not None and self.gap < self.margin
 
     def describe(self) -> str:
         """One line for people."""
@@ -76,4 +79,5 @@ def compare_tokens(
     position = first_difference(tokens, reference)
     if position is None or position == min(len(tokens), len(reference)):
         return Agreement(position, None)
-    return Agreement(position, top2_gap(target, [*prompt, *reference[:position]]))
+    margin = ROUNDING_MARGINS[str(target.params["embed"]["weight"].dtype)]
+    return Agreement(position, top2_gap(target, [*prompt, *reference[:position]]), margin)

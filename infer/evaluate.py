@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -155,7 +156,8 @@ def check_lengths(
 def check_writable(path: Path) -> None:
     """Raises ConfigError where `path` cannot become a file."""
     parent = path.parent
-    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+    is_other = path.exists() and not path.is_file()  # a folder, a device
+    if is_other or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--json must name a file in an existing, writable folder, got {path}")
 
 
@@ -165,9 +167,8 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     Raises:
       ConfigError: the file cannot be written.
     """
-    text = json.dumps(record, indent=1, ensure_ascii=False) + "\n"
     try:
-        replace_file(path, text.encode("utf-8", "backslashreplace"))
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; change --json") from None
 
@@ -180,9 +181,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         value = getattr(flags, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if flags.sampled_temperature < 0:
+    if not 0 <= flags.sampled_temperature < math.inf:
         raise ConfigError(
-            f"--sampled-temperature must not be negative, got {flags.sampled_temperature}"
+            f"--sampled-temperature must be a number >= 0, got {flags.sampled_temperature}"
         )
     if flags.json is not None:
         check_writable(flags.json)

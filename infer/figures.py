@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infer.report import shown
+from spd_jax.results import ratio
 
 
 @dataclasses.dataclass
@@ -35,10 +36,6 @@ class Sample:
     sampled_lookup_hits: int | None = None  # of them, by the 2-gram lookup
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
-    return numerator / denominator if denominator else None
-
-
 def _sum(samples: Sequence[Sample], name: str) -> float:
     return sum(getattr(sample, name) or 0 for sample in samples)
 
@@ -49,24 +46,24 @@ def set_figures(samples: Sequence[Sample], n_stages: int) -> dict[str, Any]:
     taus = [s.tau for s in samples if s.tau is not None]
     positions = _sum(samples, "sampled_positions")
     compared = [s for s in samples if s.identical is not None]
-    per_cycle = _ratio(tokens, cycles)
+    per_cycle = ratio(tokens, cycles)
     return {
         "prompts": len(samples),
         "tokens": tokens,
         "cycles": cycles,
         "drafts_verified": verified,
-        "alpha": _ratio(_sum(samples, "accepted"), verified),
-        "lookup": _ratio(_sum(samples, "lookup_hits"), verified),
+        "alpha": ratio(_sum(samples, "accepted"), verified),
+        "lookup": ratio(_sum(samples, "lookup_hits"), verified),
         "tau_pooled": None if per_cycle is None else n_stages * per_cycle,
-        "tau_mean": _ratio(sum(taus), len(taus)),
+        "tau_mean": ratio(sum(taus), len(taus)),
         "compared_with_generate": len(compared),
         "identical": sum(s.identical for s in compared),
         "rounding_differences": sum(bool(s.is_rounding) for s in compared),
         "other_differences": sum(not s.identical and not s.is_rounding for s in compared),
-        "bf16_match_rate": _ratio(_sum(samples, "bf16_matched"), _sum(samples, "bf16_total")),
+        "bf16_match_rate": ratio(_sum(samples, "bf16_matched"), _sum(samples, "bf16_total")),
         "sampled_positions": positions,
-        "sampled_agreement": _ratio(_sum(samples, "sampled_agreed"), positions),
-        "sampled_lookup": _ratio(_sum(samples, "sampled_lookup_hits"), positions),
+        "sampled_agreement": ratio(_sum(samples, "sampled_agreed"), positions),
+        "sampled_lookup": ratio(_sum(samples, "sampled_lookup_hits"), positions),
     }
 
 

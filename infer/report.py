@@ -40,9 +40,9 @@ def decode_figures(result: Any) -> dict[str, str]:
     }
 
 
-def print_figures(columns: dict[str, dict[str, str]], file: IO[str], title: str = "") -> None:
+def print_figures(columns: dict[str, dict[str, str]], file: IO[str]) -> None:
     """Prints one table: a column per entry of `columns`, a row per figure of the first one."""
-    table = Table(title=title or None, title_justify="left")
+    table = Table()
     table.add_column("", no_wrap=True)
     for name in columns:
         table.add_column(name, justify="right", overflow="fold")

@@ -81,7 +81,8 @@ def _unboxed(text: str) -> str:
 
 def run(main: Callable[[], int]) -> None:
     """Runs a main and exits with its code; a ConfigError is one line on stderr and code 2."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not be able to show it all
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it may not be able to show every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = main()
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import numbers
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -44,20 +45,22 @@ def as_ints(name: str, values: Any) -> tuple[int, ...]:
 
 
 def _check_counts(config: Any, *names: str, least: int = 1) -> None:
-    """Makes fields plain integers of at least `least`, in place; a boolean or a float is an error.
-
-    A field that is None is left alone.
-    """
+    """Makes fields plain integers of at least `least`, in place."""
     for name in names:
-        value = getattr(config, name)
-        if value is not None:
-            value = _as_int(name, value)
-            _require(value >= least, f"{name} must be at least {least}, got {value}")
-            object.__setattr__(config, name, value)
+        value = _as_int(name, getattr(config, name))
+        _require(value >= least, f"{name} must be at least {least}, got {value}")
+        object.__setattr__(config, name, value)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and math.isfinite(value)
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: the close one, else all there are."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
 
 
 def from_fields(cls: type, fields: dict[str, Any], source: str) -> Any:
@@ -69,8 +72,7 @@ def from_fields(cls: type, fields: dict[str, Any], source: str) -> Any:
     known = {field.name: field for field in dataclasses.fields(cls)}
     for name in fields:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known fields: {', '.join(known)}"
+            hint = suggest(name, known)
             raise ConfigError(f"{source}: unknown field {name!r} of {cls.__name__}; {hint}")
     missing = [
         name
@@ -149,7 +151,7 @@ class DraftConfig:
     def __post_init__(self) -> None:
         for name in ("anchors", "draft_ids", "stage_layers"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name == "anchors":
                 object.__setattr__(self, name, as_ints(name, value))
         a = self.anchors
         _require(
@@ -157,7 +159,9 @@ class DraftConfig:
             f"anchors must start at 0 and strictly increase, got {a}",
         )
         _check_counts(self, "n_stages", least=2)
-        _check_counts(self, "n_layers", "d_ff")
+        _check_counts(self, "n_layers")
+        if self.d_ff is not None:
+            _check_counts(self, "d_ff")
         _require(isinstance(self.qk_norm, bool), f"qk_norm must be a bool, got {self.qk_norm!r}")
         sha256 = self.target_sha256
         _require(

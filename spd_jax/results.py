@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 
-def _ratio(numerator: float, denominator: float) -> float | None:
+def ratio(numerator: float, denominator: float) -> float | None:
+    """Returns a rate; None where it would divide by zero."""
     return numerator / denominator if denominator else None
 
 
@@ -52,16 +53,16 @@ def make_stats(
     """Derives the figures of one sequence (design: tau = N * N_new / cycles)."""
     after_first = len(tokens) - 1
     rejects = None if accepted is None else accepted.count(False)
-    tau = None if cycles is None else _ratio(n_stages * len(tokens), cycles)
+    tau = None if cycles is None else ratio(n_stages * len(tokens), cycles)
     return DecodeStats(
-        alpha=None if accepted is None else _ratio(after_first - rejects, after_first),
-        tokens_per_cycle=None if cycles is None else _ratio(len(tokens), cycles),
+        alpha=None if accepted is None else ratio(after_first - rejects, after_first),
+        tokens_per_cycle=None if cycles is None else ratio(len(tokens), cycles),
         tau=tau,
         speedup=tau,
         rejects=rejects,
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
-        tokens_per_second=_ratio(after_first, decode_seconds),
+        tokens_per_second=ratio(after_first, decode_seconds),
         mode=mode,
         placement=placement,
         devices=devices,

@@ -12,7 +12,8 @@ os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={N_DEVICES}".strip()
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)  # jaxlib 0.10.2 has crashed writing to it
+# Writing compiled programs to disk once crashed jaxlib 0.10.2 in the middle of a test run.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import pytest  # noqa: E402
 

@@ -74,6 +74,17 @@ def test_predictions_for_several_fills_are_those_of_each(pair):
     assert spd_jax.draft_predictions(target, draft, ids, fill=3, n_stages=4).shape == (8,)
 
 
+def test_scores_of_what_cannot_be_are_errors(pair):
+    bad = {**BATCH, "labels": np.full_like(BATCH["labels"], 10**6)}
+    with pytest.raises(ConfigError, match="labels: token ids .* got 1000000"):
+        spd_jax.pdm_loss(*pair, bad, fill=1)
+    for temperature in (0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="temperature must be a number above 0"):
+            spd_jax.pdm_loss(*pair, BATCH, fill=1, temperature=temperature)
+    with pytest.raises(ConfigError, match="got an empty one"):
+        spd_jax.draft_predictions(*pair, [1, 2], fill=[])
+
+
 def test_a_fill_beyond_the_stages_is_an_error(pair):
     with pytest.raises(ConfigError, match="fill must be from 1 to n_stages 2, got 0"):
         spd_jax.pdm_loss(*pair, BATCH, fill=0)
@@ -113,6 +124,9 @@ def test_a_saved_head_loads_for_its_own_target_only(pair, tmp_path):
         spd_jax.load_draft(tmp_path / "head", dataclasses.replace(target, sha256="c" * 64))
     with pytest.raises(ConfigError, match="n_layers 4"):
         spd_jax.load_draft(tmp_path / "head", make_target(8))
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="notes.txt' is no draft head; give a directory"):
+        spd_jax.load_draft(tmp_path / "notes.txt", target)
     with pytest.raises(ConfigError, match="is not there"):
         spd_jax.load_draft(tmp_path / "nothing", known)
 

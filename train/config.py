@@ -6,7 +6,6 @@ A name such as `smollm2_n5` is one file, train/configs/smollm2_n5.py, with get_c
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import math
 import pkgutil
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from spd_jax.commandline import parse_flags
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig, suggest
 from train import configs
 
 
@@ -156,9 +155,7 @@ def named_config(name: str) -> TrainConfig:
     """
     names = config_names()
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-        raise ConfigError(f"--config {name!r} is unknown; {hint}")
+        raise ConfigError(f"--config {name!r} is unknown; {suggest(name, names)}")
     return importlib.import_module(f"{configs.__name__}.{name}").get_config()
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from spd_jax.config import ConfigError
 from spd_jax.models.distill import IGNORED
 
-BUCKET = 32  # row lengths are rounded up to multiples of this: few shapes, little padding
+BUCKET = 64  # row lengths are rounded up to multiples of this: each length is compiled anew
 
 
 class Row(NamedTuple):

@@ -24,12 +24,15 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if _is_before(line, step)]
-            if kept != lines:
-                replace_file(path, "".join(kept).encode())
-        self._file = open(path, "a", encoding="utf-8")
+        try:
+            if path.exists():
+                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept = [line for line in lines if _is_before(line, step)]
+                if kept != lines:
+                    replace_file(path, "".join(kept).encode())
+            self._file = open(path, "a", encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot keep metrics ({one_line(error)})") from None
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one record."""

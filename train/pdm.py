@@ -12,11 +12,12 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 
 from spd_jax.commandline import run, say
 from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
@@ -87,28 +88,24 @@ def train(this: Run) -> tuple[TrainState, int]:
         this.corpus.rows, config.sequence_len, config.batch_tokens, config.seed
     )
     n_steps = config.steps or math.ceil(config.epochs * n_epoch)
-    init_key, train_key = jax.random.split(jax.random.key(config.seed))
     schedule = learning_rate(config, n_steps)
     optimizer = make_optimizer(config, schedule)
-    state = init_state(start_params(this, init_key), optimizer, train_key)
-    state = restore_latest(this.workdir / "checkpoints", state) or state
+    state = starting_state(this, optimizer)
     position = saved = state.position
     say(
         f"{n_epoch} batches an epoch; {'goes on' if position else 'starts'} at {position}/{n_steps}"
     )
 
-    loss_settings = {"temperature": config.temperature, "mask_mode": config.mask_mode}
     train_step = make_train_step(
         target,
         draft,
         optimizer,
         schedule,
+        temperature=config.temperature,
+        mask_mode=config.mask_mode,
         expected_alpha=config.expected_alpha,
-        **loss_settings,
     )
-    eval_step = make_eval_step(target, draft, **loss_settings)
-    teacher = make_teacher(this, this.corpus)
-    heldout_teacher = this.heldout and make_teacher(this, this.heldout)
+    teacher, judge = make_teacher(this, this.corpus), make_judge(this)
     window, n_skipped, figures = MeanMetrics(), 0, None
 
     with contextlib.ExitStack() as stack:
@@ -130,11 +127,8 @@ def train(this: Run) -> tuple[TrainState, int]:
                 record = {"step": position, **window.take(), "lr": float(metrics["lr"])}
                 log.write(record)
                 progress.show(record)
-            if this.heldout and (position % config.eval_every == 0 or is_last):
-                rows = this.heldout.rows[: config.eval_rows]
-                figures = evaluate(
-                    eval_step, heldout_teacher, this.target_params, state.params, rows, config
-                )
+            if judge and (position % config.eval_every == 0 or is_last):
+                figures = judge(state.params)
                 log.write({"step": position, "heldout": figures})
                 progress.say(f"held out at {position}  {describe_figures(figures)}")
                 window.restart_clock()
@@ -147,6 +141,29 @@ def train(this: Run) -> tuple[TrainState, int]:
         if position > saved:
             save(this, state, figures)
     return state, n_steps
+
+
+def starting_state(this: Run, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns the state of the last checkpoint, else that of a new run."""
+    config, checkpoints = this.config, this.workdir / "checkpoints"
+    init_key, train_key = jax.random.split(jax.random.key(config.seed))
+    params = init_params(this.target.config, this.draft, this.target_params, init_key)
+    if config.start_from is not None and not has_checkpoint(checkpoints):
+        params = grown_params(this, params)
+    state = init_state(params, optimizer, train_key)
+    return restore_latest(checkpoints, state) or state
+
+
+def make_judge(this: Run) -> Callable[[Any], dict[str, Any]] | None:
+    """Returns draft parameters -> held-out figures; None where there are no held-out rows."""
+    if not this.heldout:
+        return None
+    config, rows = this.config, this.heldout.rows[: this.config.eval_rows]
+    eval_step = make_eval_step(
+        this.target.config, this.draft, temperature=config.temperature, mask_mode=config.mask_mode
+    )
+    teacher = make_teacher(this, this.heldout)
+    return lambda params: evaluate(eval_step, teacher, this.target_params, params, rows, config)
 
 
 def read_data(path: str, config: TrainConfig, target: LoadedTarget) -> Corpus:
@@ -176,11 +193,8 @@ def open_run(config: TrainConfig, target: LoadedTarget, corpus: Corpus) -> Draft
     return draft
 
 
-def start_params(this: Run, key: jax.Array) -> Any:
-    """Returns the draft's parameters before the first step."""
-    fresh = init_params(this.target.config, this.draft, this.target_params, key)
-    if this.config.start_from is None:
-        return fresh
+def grown_params(this: Run, fresh: Any) -> Any:
+    """Returns the parameters of the head to start from, grown to this draft."""
     config, params, _ = load_draft_file(this.config.start_from, this.config.dtype)
     if config.target_sha256 != this.target.sha256:
         raise ConfigError(

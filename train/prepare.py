@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 import spd_jax
-from spd_jax import ConfigError, SamplingConfig
+from spd_jax import ConfigError, SamplingConfig, Target
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.weights.files import file_sha256, one_line, sole_writer
 
@@ -70,7 +70,7 @@ class PrepareConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Draft:
+class OpenChat:
     """A conversation before its answer: ids, which of them the target wrote, and the text."""
 
     ids: list[int]  # up to and including the generation prompt
@@ -111,17 +111,17 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def from_file(target, prompts: list[str], round_idx: int, size: int) -> list[Draft]:
+def from_file(target: Target, prompts: list[str], round_idx: int, size: int) -> list[OpenChat]:
     """The next `size` prompts of the file, in order and around again."""
-    drafts = []
+    chats = []
     for idx in range(round_idx * size, (round_idx + 1) * size):
         user = prompts[idx % len(prompts)]
         ids = target.tokenizer.encode_chat(user)
-        drafts.append(Draft(ids, [0] * len(ids), user))
-    return drafts
+        chats.append(OpenChat(ids, [0] * len(ids), user))
+    return chats
 
 
-def self_written(target, config: PrepareConfig, round_idx: int) -> list[Draft]:
+def self_written(target: Target, config: PrepareConfig, round_idx: int) -> list[OpenChat]:
     """Lets the target write user turns that go on from short stems."""
     tokenizer = target.tokenizer
     stems = [json.loads(line) for line in STEMS.read_text(encoding="utf-8").splitlines()]
@@ -137,13 +137,13 @@ def self_written(target, config: PrepareConfig, round_idx: int) -> list[Draft]:
         sampling=SamplingConfig(temperature=config.prompt_temperature),
         seed=[_seed(config, round_idx, b) for b in range(config.batch_size)],
     )
-    drafts = []
+    chats = []
     for start, result in zip(starts, written, strict=True):
         new = [i for i in result.tokens if i not in target.stop_ids]
         ids = start + new
         mask = [0] * len(start) + [1] * len(new) + [0] * len(after)
-        drafts.append(Draft(ids + after, mask, tokenizer.decode(ids[len(before) :])))
-    return drafts
+        chats.append(OpenChat(ids + after, mask, tokenizer.decode(ids[len(before) :])))
+    return chats
 
 
 def _around(encode_chat, marker: str, tokenizer) -> tuple[list[int], list[int]]:
@@ -160,27 +160,27 @@ def _seed(config: PrepareConfig, round_idx: int, b: int) -> int:
     return int(sequence.generate_state(1)[0])
 
 
-def write_round(target, config: PrepareConfig, drafts: list[Draft], round_idx: int) -> list[dict]:
+def write_round(target, config: PrepareConfig, chats: list[OpenChat], round_idx: int) -> list[dict]:
     """Generates the answers of one round and returns its rows."""
     temperature = config.temperatures[round_idx % len(config.temperatures)]
     answers = spd_jax.generate(
         target,
-        [draft.ids for draft in drafts],
+        [chat.ids for chat in chats],
         max_new_tokens=config.answer_tokens,
         sampling=SamplingConfig(temperature=temperature),
-        seed=[_seed(config, round_idx, b) ^ 1 for b in range(len(drafts))],
+        seed=[_seed(config, round_idx, b) ^ 1 for b in range(len(chats))],
     )
     return [
         {
             "messages": [
-                {"role": "user", "content": draft.user},
+                {"role": "user", "content": chat.user},
                 {"role": "assistant", "content": answer.text},
             ],
-            "input_ids": draft.ids + answer.tokens,
-            "loss_mask": draft.loss_mask + [1] * len(answer.tokens),
+            "input_ids": chat.ids + answer.tokens,
+            "loss_mask": chat.loss_mask + [1] * len(answer.tokens),
             "temperature": temperature,
         }
-        for draft, answer in zip(drafts, answers, strict=True)
+        for chat, answer in zip(chats, answers, strict=True)
     ]
 
 
@@ -207,7 +207,10 @@ def resume(config: PrepareConfig, settings: str) -> int:
     """
     if not config.out.exists():
         return 0
-    content = config.out.read_bytes()
+    try:
+        content = config.out.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{config.out}: cannot read ({one_line(error)})") from None
     n_rounds = end = offset = 0
     for line in content.splitlines(keepends=True):
         offset += len(line)
@@ -226,7 +229,11 @@ def resume(config: PrepareConfig, settings: str) -> int:
             )
         if ends_round:
             n_rounds, end = n_rounds + 1, offset
-    os.truncate(config.out, end)
+    if end < len(content):
+        try:
+            os.truncate(config.out, end)
+        except OSError as error:
+            raise ConfigError(f"{config.out}: cannot write ({one_line(error)})") from None
     return n_rounds
 
 
@@ -253,17 +260,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_rounds(target, config: PrepareConfig, prompts: list[str] | None) -> None:
+def write_rounds(target: Target, config: PrepareConfig, prompts: list[str] | None) -> None:
     """Generates rounds until the file holds enough rows."""
     settings = settings_digest(config, target.sha256)
     first, began, n_tokens = resume(config, settings), time.perf_counter(), 0
     n_rounds = -(-config.rows // config.batch_size)
     for round_idx in range(first, n_rounds):
         if prompts is None:
-            drafts = self_written(target, config, round_idx)
+            chats = self_written(target, config, round_idx)
         else:
-            drafts = from_file(target, prompts, round_idx, config.batch_size)
-        rows = write_round(target, config, drafts, round_idx)
+            chats = from_file(target, prompts, round_idx, config.batch_size)
+        rows = write_round(target, config, chats, round_idx)
         append(config.out, rows, {"round": round_idx, "settings": settings})
         n_tokens += sum(sum(row["loss_mask"]) for row in rows)
         rate = n_tokens / (time.perf_counter() - began)

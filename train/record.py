@@ -68,6 +68,8 @@ def read_draft(
     old, notes = fields.get("config", {}), []
     if fields.get("data_sha256") != data_sha256:
         notes.append("the training data differ from the run's so far; the new ones are used")
+    if config.start_from not in (None, old.get("start_from")):
+        notes.append("start_from is for a new run and is ignored: this one has begun")
     for name in ORDER_FIELDS + LOSS_FIELDS:
         before, now = old.get(name), getattr(config, name)
         if before != now:

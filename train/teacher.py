@@ -106,20 +106,20 @@ class StateCache:
         self.n_bytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / f"{name}.{part}" for part in ("states", "best", "done")]
-        fresh = not all(path.exists() for path in paths)
+        fresh = not paths[2].exists()  # it is made last
         free = shutil.disk_usage(directory).free
         if fresh and free < 1.1 * self.n_bytes:
             raise ConfigError(
                 f"{directory}: the target's states need {self.n_bytes / 1e9:.1f} GB, "
                 f"{free / 1e9:.1f} GB are free; set state_cache False or make room"
             )
-        mode = "w+" if fresh else "r+"  # w+ makes a sparse file of zeros: nothing is done
+        mode = "w+" if fresh else "r+"  # w+ makes a sparse file of zeros
         try:
             self._states = np.memmap(paths[0], jnp.dtype(dtype), mode, shape=shape)
             self._best = np.memmap(paths[1], np.int32, mode, shape=(n_tokens,))
+            if fresh:  # a disk that is full under a sparse file would be a crash later
+                _claim_blocks(paths[:2])
             self._done = np.memmap(paths[2], np.uint8, mode, shape=(len(corpus.rows),))
-            if fresh:  # claim the blocks now: a full disk under a sparse file is a crash later
-                _claim_blocks(paths)
         except OSError as error:
             raise ConfigError(f"{directory}: cannot keep states ({one_line(error)})") from None
 

@@ -5,6 +5,7 @@ target hidden states -> anchors -> PDM under the structural mask -> logits over 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def draft_outputs(
     """
     pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
     blocks = pdm.all_blocks(draft.anchors)
-    if isinstance(fill, int):
+    if not isinstance(fill, jax.core.Tracer):
+        fill = operator.index(fill)
         if not 1 <= fill <= draft.n_stages:
             raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
         blocks = pdm.live_blocks(pipeline, draft.anchors, fill, mask_mode)

@@ -45,6 +45,11 @@ def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
         )
 
 
+def all_blocks(anchors: tuple[int, ...]) -> tuple[int, ...]:
+    """Every row type, deepest first: the order of training rows."""
+    return tuple(reversed(range(len(anchors))))
+
+
 def structural_mask(
     pipeline: PipelineConfig,
     anchors: tuple[int, ...],
@@ -53,14 +58,14 @@ def structural_mask(
     mode: str = "exact",
     blocks: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Returns bool [M*T, M*T]: True where a query row sees a key row.
+    """Returns bool [K*T, K*T]: True where a query row sees a key row.
 
     A query of type i, at its smallest depth d, sees token T <= t only in row type
     f(min(N, d + t - T)). With `fill` < N tokens in flight, older tokens are complete: mode
     "exact" redirects to the deepest type where d + t - T >= fill, as decoding does; mode
     "reference" where t - T >= fill, as published.
 
-    `blocks` are the row types to keep, in order; None: all M, deepest first.
+    `blocks` are the K row types to keep, in order; None: all M, deepest first.
     """
     if mode not in ("exact", "reference"):
         raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
@@ -70,19 +75,14 @@ def structural_mask(
     depth = jnp.asarray(np.asarray(pipeline.min_depths(anchors))[kept])
     time = jnp.arange(n_tokens)
     distance = (time[:, None] - time[None, :])[None]  # [1, T, T], t - T
-    age = depth[:, None, None] + distance  # [M, T, T], depth of the key token
+    age = depth[:, None, None] + distance  # [K, T, T], depth of the key token
     needed = row_types[jnp.clip(age, 0, n)]
     complete = (age if mode == "exact" else distance) >= fill
     needed = jnp.where(complete & (jnp.asarray(fill) < n), deepest, needed)
     seen = (needed[:, :, None, :] == jnp.asarray(kept)[None, None, :, None]) & (distance >= 0)[
         :, :, None, :
-    ]  # [M, T, M, T]
+    ]  # [K, T, K, T]
     return seen.reshape(len(kept) * n_tokens, len(kept) * n_tokens)
-
-
-def all_blocks(anchors: tuple[int, ...]) -> tuple[int, ...]:
-    """Every row type, deepest first: the order of training rows."""
-    return tuple(reversed(range(len(anchors))))
 
 
 def live_blocks(
@@ -92,14 +92,18 @@ def live_blocks(
 
     Few tokens in flight leave the types between unseen: rows of those need not be computed.
     """
-    n_types, n_tokens = len(anchors), pipeline.n_stages + 1  # farther tokens are all complete
-    with jax.ensure_compile_time_eval():
-        mask = np.asarray(structural_mask(pipeline, anchors, n_tokens, fill, mode))
-    sees = mask.reshape(n_types, n_tokens, n_types, n_tokens).any((1, 3))[::-1, ::-1]
-    live = np.arange(n_types) == 0
-    for _ in range(n_types):
-        live = live | sees[live].any(0)
-    return tuple(i for i in all_blocks(anchors) if live[i])
+    n, deepest = pipeline.n_stages, len(anchors) - 1
+    row_types, depths = pipeline.row_types(anchors), pipeline.min_depths(anchors)
+    live, unseen = set(), {0}
+    while unseen:
+        query = unseen.pop()
+        live.add(query)
+        for distance in range(n + 1):  # farther tokens are all complete
+            age = depths[query] + distance
+            complete = fill < n and (age if mode == "exact" else distance) >= fill
+            key = deepest if complete else row_types[min(n, age)]
+            unseen |= {key} - live
+    return tuple(i for i in all_blocks(anchors) if i in live)
 
 
 def forward(

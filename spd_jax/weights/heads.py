@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import difflib
 import json
 import os
 import shutil
@@ -19,7 +18,14 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig, from_fields
+from spd_jax.config import (
+    ConfigError,
+    DraftConfig,
+    PipelineConfig,
+    TargetConfig,
+    from_fields,
+    suggest,
+)
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json, sync_directory, sync_file
 from spd_jax.weights.loaded import run_dtype
@@ -141,9 +147,7 @@ def _check_target(target: dict[str, Any], path: Path) -> None:
     known = (*TARGET_SIZES, "model_type")
     for name in target:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-            raise ConfigError(f"{path}: unknown field {name!r} of 'target'; {hint}")
+            raise ConfigError(f"{path}: unknown field {name!r} of 'target'; {suggest(name, known)}")
     for name in TARGET_SIZES:
         if type(target.get(name)) is not int or target[name] < 1:
             raise ConfigError(f"{path}: target.{name} must be a positive integer")

@@ -121,13 +121,15 @@ def _stop_ids(
 ) -> tuple[int, ...]:
     path = directory / "generation_config.json"
     # Without one, generation is configured from config.json, as in transformers.
+    found = (read_json(path) if path.is_file() else hf).get("eos_token_id")
     path = path if path.is_file() else directory / "config.json"
-    found = (hf if path.name == "config.json" else read_json(path)).get("eos_token_id")
     ids = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+    if not all(type(i) is int for i in ids):
+        raise ConfigError(f"{path}: eos_token_id must be an id or a list of ids, got {found!r}")
+    ids = sorted({*ids, *(tokenizer.end_ids if tokenizer else ())})
+    if ids and not 0 <= ids[0] <= ids[-1] < vocab_size:
         raise ConfigError(
-            f"{path}: eos_token_id must be an id below {vocab_size} or a list of such, "
-            f"got {found!r}"
+            f"{path}: eos_token_id and the tokenizer's end ids must be below vocab_size "
+            f"{vocab_size}, got {ids}; correct the one that is not"
         )
-    ends = [i for i in tokenizer.end_ids if i < vocab_size] if tokenizer else []
-    return tuple(sorted({*ids, *ends}))
+    return tuple(ids)

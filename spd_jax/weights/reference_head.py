@@ -76,11 +76,11 @@ def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
 
 
 def _check_version(config: dict[str, Any], source: Path) -> None:
-    version = config.get("version") or 11
-    if version != 11:
+    version = config.get("version")
+    if version is not None and (type(version) is not int or version not in (0, 11)):
         raise ConfigError(
-            f"{source}: version {reprlib.repr(version)} of the reference's heads is not supported "
-            "yet; give v11"
+            f"{source}: version {_shown(version)} of the reference's heads is not supported yet; "
+            "give v11"
         )
 
 
@@ -210,7 +210,7 @@ def _ints(config: dict[str, Any], name: str, source: Path) -> tuple[int, ...]:
     value = value.tolist() if isinstance(value, np.ndarray) else value
     whole = isinstance(value, (list, tuple)) and all(type(i) is int for i in value)
     if not whole or not value:
-        found = reprlib.repr(value)
+        found = _shown(value)
         raise ConfigError(f"{source}: {name} must be a list of integers, got {found}")
     return tuple(value)
 
@@ -218,5 +218,9 @@ def _ints(config: dict[str, Any], name: str, source: Path) -> tuple[int, ...]:
 def _int(config: dict[str, Any], name: str, source: Path, default: int | None = None) -> int:
     value = config.get(name, default)
     if type(value) is not int or value < 1:
-        raise ConfigError(f"{source}: {name} must be a positive integer, got {reprlib.repr(value)}")
+        raise ConfigError(f"{source}: {name} must be a positive integer, got {_shown(value)}")
     return value
+
+
+def _shown(value: Any) -> str:
+    return one_line(reprlib.repr(value))  # bounded in depth and length, whatever a file holds

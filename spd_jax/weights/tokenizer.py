@@ -33,12 +33,6 @@ class ChatTokenizer:
         return len(self._fast)
 
     @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that `decode` skips."""
-        added = self._fast.added_tokens_decoder
-        return frozenset(i for i, token in added.items() if token.special)
-
-    @property
     def end_ids(self) -> tuple[int, ...]:
         """The tokenizer's end id and the end-of-turn ids that its chat template writes."""
         ids = {self._fast.eos_token_id} - {None}

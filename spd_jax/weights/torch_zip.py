@@ -125,15 +125,22 @@ class _Reader(pickle._Unpickler):
 
     dispatch[pickle.SETITEMS[0]] = load_setitems
 
+    def load_dict(self) -> None:
+        _check_keys(self.stack)
+        super().load_dict()
+
+    dispatch[pickle.DICT[0]] = load_dict
+
     def load_refused(self) -> None:
         raise ConfigError("refused: its pickle makes sets or objects, which torch.save never does")
 
     # What is left hashes nothing but the keys checked above: hashing a tuple of tuples that share
     # members takes exponential time.
     for _code in (
-        *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.DICT),
+        *(pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET),
         *(pickle.OBJ, pickle.INST, pickle.NEWOBJ, pickle.NEWOBJ_EX),
         *(pickle.EXT1, pickle.EXT2, pickle.EXT4),
+        *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
     ):
         dispatch[_code[0]] = load_refused
 
@@ -154,7 +161,7 @@ def _rebuild_tensor(storage, offset, size, stride, requires_grad=False, hooks=No
     numbers = (offset, *size, *stride)
     if not isinstance(storage, np.ndarray) or len(size) != len(stride):
         raise ConfigError("refused: a tensor without storage or strides")
-    if not all(type(n) is int and n >= 0 for n in numbers):
+    if len(size) > 32 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
         found = reprlib.repr((size, stride, offset))
         raise ConfigError(f"refused: a tensor of size, strides and offset {found}")
     n_items = math.prod(size)

@@ -1,5 +1,8 @@
 """A difference counts as rounding only where the target's two best logits nearly tie."""
 
+from types import SimpleNamespace
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -33,20 +36,28 @@ def test_padding_keeps_the_ids_and_stays_within_the_context():
     assert list(padded[:3]) == [7, 8, 0]
 
 
-@pytest.mark.parametrize(("gap", "is_rounding"), [(1e-4, True), (1e-2, False)])
-def test_the_gap_is_read_at_the_last_common_token(gap, is_rounding, monkeypatch):
+@pytest.mark.parametrize(
+    ("gap", "dtype", "is_rounding"),
+    [
+        (1e-4, "float32", True),
+        (1e-2, "float32", False),
+        (0.1, "bfloat16", True),
+        (1.0, "bfloat16", False),
+    ],
+)
+def test_the_gap_is_read_at_the_last_common_token(gap, dtype, is_rounding, monkeypatch):
     def fake_logits(target, ids):
         logits = np.zeros((len(ids), 5), np.float32)
         logits[:, 1] = 9.0  # a wide lead everywhere but where the two part
         logits[3, 2] = 9.0 - gap  # after prompt [1, 2] and the common tokens [1, 1]
         return logits
 
-    class Target:
-        class config:
-            max_context = 64
-
+    target = SimpleNamespace(
+        config=SimpleNamespace(max_context=64),
+        params={"embed": {"weight": jnp.zeros(1, dtype)}},
+    )
     monkeypatch.setattr(spd_jax, "target_logits", fake_logits)
-    found = compare_tokens(Target, [1, 2], [1, 1, 2, 4], [1, 1, 1, 4])
+    found = compare_tokens(target, [1, 2], [1, 1, 2, 4], [1, 1, 1, 4])
     assert found.position == 2
     assert found.gap == pytest.approx(gap, rel=1e-2)
     assert found.is_rounding is is_rounding

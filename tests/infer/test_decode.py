@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import spd_jax
@@ -107,7 +108,9 @@ class OneByteTokenizer:
 def fake_api(monkeypatch):
     """spd_jax without models: `decode` is replaced by the test."""
     target = SimpleNamespace(
-        tokenizer=OneByteTokenizer(), config=SimpleNamespace(n_layers=6, vocab_size=256)
+        tokenizer=OneByteTokenizer(),
+        config=SimpleNamespace(n_layers=6, vocab_size=256),
+        params={"embed": {"weight": np.zeros(1, np.float32)}},
     )
     draft = SimpleNamespace(name="a head", config=SimpleNamespace(n_stages=3))
     monkeypatch.setattr(spd_jax, "load_target", lambda *a, **k: target)

@@ -1,5 +1,6 @@
 """Every mistake at the keyboard is one line on stderr and exit code 2."""
 
+import os
 import subprocess
 import sys
 
@@ -105,6 +106,21 @@ def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, cap
         commandline.run(main)
     assert stop.value.code == code
     assert capsys.readouterr().err.strip() == words
+
+
+def test_a_stdout_that_cannot_show_a_character_escapes_it():
+    code = "from spd_jax.commandline import run; run(lambda: print('\u00fc\u4e2d') or 0)"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "\\xfc\\u4e2d\n"), done.stderr
+
+
+def test_a_seed_of_more_than_64_bits_is_an_error():
+    flags = DecodeFlags(target="tiny", seed=2**64)
+    with pytest.raises(ConfigError, match="--seed must be a 64-bit integer"):
+        startup.load_subject(flags)
 
 
 def test_run_shows_a_fault_of_the_program_in_full():

@@ -84,7 +84,7 @@ def worst_difference(naive, target, hidden, draft, params, mode="exact") -> dict
     """fill -> largest difference of training and decoding over positions and features."""
     everywhere, worst = jnp.ones((1, N_TOKENS), bool), {}
     args = (target.config, draft, params, hidden, everywhere)
-    trained = jax.jit(lambda fill: distill.draft_outputs(*args, fill, mode)[0])
+    trained = jax.jit(lambda fill: distill.draft_outputs(*args, fill, mode)[0], static_argnums=0)
     for fill in range(1, draft.n_stages + 1):
         want = [
             decoded(naive, target, draft, params, hidden, newest, fill)
@@ -148,11 +148,22 @@ def test_a_masked_token_is_never_seen(target, hidden, make_params):
     np.testing.assert_array_equal(outputs(changed)[kept], outputs(hidden)[kept])
 
 
-@pytest.mark.parametrize("fill", [0, 4, -1])
+def test_a_traced_fill_computes_every_row_type_and_the_same(target, hidden, make_params):
+    draft = TYPE_PER_DEPTH["two layers"]
+    everywhere = jnp.ones((1, N_TOKENS), bool)
+    args = (target.config, draft, make_params(draft), hidden, everywhere)
+    traced = jax.jit(lambda fill: distill.draft_outputs(*args, fill, "exact"))
+    for fill in (1, 2, 3):
+        np.testing.assert_allclose(
+            traced(fill), distill.draft_outputs(*args, fill, "exact"), rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("fill", [0, 4, -1, np.int64(0), jnp.int32(9)])
 def test_an_impossible_fill_is_refused(target, hidden, make_params, fill):
     draft = TYPE_PER_DEPTH["two layers"]
     args = (target.config, draft, make_params(draft), hidden, jnp.ones((1, N_TOKENS), bool))
-    with pytest.raises(ConfigError, match=f"from 1 to n_stages 3, got {fill}"):
+    with pytest.raises(ConfigError, match=f"from 1 to n_stages 3, got {int(fill)}"):
         distill.draft_outputs(*args, fill, "exact")
 
 

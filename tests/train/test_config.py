@@ -30,7 +30,7 @@ def test_fields_are_overridden_on_the_command_line():
 
 
 def test_an_unknown_config_is_an_error_that_suggests():
-    with pytest.raises(ConfigError, match="'smolm2_n5' is unknown; did you mean smollm2_n5"):
+    with pytest.raises(ConfigError, match="'smolm2_n5' is unknown; did you mean 'smollm2_n5'"):
         parse_config(PROG, ["--config", "smolm2_n5"])
     with pytest.raises(ConfigError, match=f"there are {', '.join(config_names())}"):
         parse_config(PROG, ["--config", "zzz"])

@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from spd_jax.config import ConfigError
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 
 
@@ -24,6 +25,16 @@ def test_a_resumed_file_holds_each_step_once(tmp_path):
     with MetricsFile(path, 20) as log:
         log.write({"step": 30, "run": 2})
     assert [(r["step"], r["run"]) for r in read(path)] == [(10, 1), (20, 1), (30, 2)]
+
+
+def test_a_disk_that_refuses_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="cannot keep metrics"):
+        MetricsFile(tmp_path / "absent" / "metrics.jsonl", 0)
+    log = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    log._file.close()
+    log._file = open("/dev/full", "a")
+    with pytest.raises(ConfigError, match="/dev/full: cannot write .*No space left"):
+        log.write({"step": 1})
 
 
 def test_means_are_weighted_by_valid_positions():

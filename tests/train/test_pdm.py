@@ -114,7 +114,7 @@ def test_the_head_loads_and_is_bound_to_the_target(whole_run):
     assert "Pipeline draft module for tiny" in card and "2-gram lookup" in card
 
 
-def test_a_run_starts_from_a_head_and_may_add_a_layer(data, whole_run, tmp_path):
+def test_a_run_starts_from_a_head_and_may_add_a_layer(data, whole_run, tmp_path, capsys):
     head = whole_run[0] / "heads" / "12"
     more = ("--start-from", str(head), "--n-layers", "2", "--heldout-data", str(data))
     run_main([*argv(data, tmp_path / "grown", *more), "--steps", "1", "--lr", "1e-9"])
@@ -123,6 +123,10 @@ def test_a_run_starts_from_a_head_and_may_add_a_layer(data, whole_run, tmp_path)
     assert after["all"]["loss"] == pytest.approx(before["all"]["loss"], rel=0.02)  # bfloat16
     config, _, _ = load_draft_file(tmp_path / "grown" / "heads" / "1")
     assert config.n_layers == 2
+    # Once begun, the run does not need that head, nor take another.
+    more = ("--start-from", str(tmp_path / "gone"), "--n-layers", "2", "--steps", "2")
+    run_main([*argv(data, tmp_path / "grown", "--heldout-data", str(data)), *more])
+    assert "start_from is for a new run" in capsys.readouterr().err
 
 
 def test_a_head_of_another_target_is_no_start(data, whole_run, tmp_path):

@@ -122,6 +122,26 @@ def test_a_step_at_a_fill_is_the_gradient_over_all_row_types(small, corpus):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
 
 
+def test_a_steps_loss_is_that_of_its_fill(small, corpus, state, train_step):
+    """Under the guard that a run sets: nothing is sent to the device from inside the step."""
+    batch = taught(small, corpus, corpus.rows[:4])
+    kept = teacher_outputs(small.target, small.draft, batch)
+    seen = set()
+    with jax.transfer_guard_host_to_device("disallow"):
+        for _ in range(12):
+            params = jax.device_get(state.params)
+            state, metrics = train_step(state, small.target_params, batch)
+            fill = int(metrics["fill"])
+            with jax.transfer_guard_host_to_device("allow"):
+                scores = score_positions(
+                    small.target, small.draft, small.target_params, params, *kept, fill=fill
+                )
+                want = summarise(scores, batch["labels"])[0]
+            assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-4)
+            seen.add(fill)
+    assert len(seen) > 1
+
+
 def test_steps_draw_different_fills_without_recompiling(small, corpus, state, train_step):
     batch = taught(small, corpus, corpus.rows[:4])
     fills, n_compiled = [], []

@@ -1,6 +1,7 @@
 """Kept states score as the whole target does; the cache gives back what it was given."""
 
 import dataclasses
+import errno
 import functools
 
 import jax
@@ -76,6 +77,21 @@ def test_another_target_or_other_data_never_share_a_cache(small, corpus, tmp_pat
     assert open_cache(tmp_path, small, corpus, sha256="bb").n_done == 0
     changed = dataclasses.replace(corpus, sha256="0" * 64)
     assert open_cache(tmp_path, small, changed).n_done == 0
+
+
+def test_a_disk_that_fills_while_blocks_are_claimed_leaves_no_cache(
+    small, corpus, tmp_path, monkeypatch
+):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(teacher_module.os, "posix_fallocate", full)
+        with pytest.raises(ConfigError, match="cannot keep states .*No space left"):
+            open_cache(tmp_path, small, corpus)
+        with pytest.raises(ConfigError, match="cannot keep states"):  # not taken for a whole one
+            open_cache(tmp_path, small, corpus)
+    assert open_cache(tmp_path, small, corpus).n_done == 0
 
 
 def test_a_cache_that_does_not_fit_is_an_error(small, corpus, tmp_path, monkeypatch):

@@ -150,6 +150,9 @@ def test_the_cache_follows_spd_cache_then_xdg_then_home(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
     monkeypatch.setenv("SPD_CACHE", "~/own")
     assert fetch.cache_directory() == Path("/home/someone/own")
+    monkeypatch.setenv("SPD_CACHE", "~no-such-user/cache")
+    with pytest.raises(ConfigError, match="SPD_CACHE=~no-such-user/cache"):
+        fetch.cache_directory()
     monkeypatch.delenv("SPD_CACHE")
     assert fetch.cache_directory() == Path("/xdg/spd_jax")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the XDG rules say to ignore it

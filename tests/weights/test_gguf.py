@@ -61,8 +61,8 @@ def write_gguf(path, config, tensors, architecture="llama", quantize=None, **ext
     writer.add_chat_template(TEMPLATE)
     for name, value in extra.items():
         name = name.replace("__", ".")
-        add = writer.add_string if isinstance(value, str) else writer.add_uint32
-        add(name, value)
+        adders = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
+        adders[type(value)](name, value)
     for name, array in tensors.items():
         if quantize and array.ndim == 2:
             packed = gguf.quants.quantize(array, quantize)

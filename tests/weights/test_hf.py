@@ -171,7 +171,9 @@ def test_missing_files_are_named(directory, refused):
         load_hf(directory, "float32")
 
 
-def test_stop_ids_are_the_union_of_their_sources(directory, refused):
+def test_stop_ids_are_the_union_of_their_sources(tmp_path, config, random_params, refused):
+    directory, config = tmp_path / "m", dataclasses.replace(config, vocab_size=300)
+    write_target(directory, config, random_params(config))
     edit(directory / "config.json", eos_token_id=9)
     assert load_hf(directory, "float32").stop_ids == (9,)  # no generation_config.json
     edit(directory / "generation_config.json", eos_token_id=None)
