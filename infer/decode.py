@@ -16,9 +16,9 @@ from typing import IO, Any, Literal
 import spd_jax
 from infer import report
 from infer.agreement import compare_tokens
-from infer.prompts import prompt_ids
 from infer.startup import load_subject, start_devices
 from spd_jax.commandline import EXIT_INTERRUPTED, parse_flags, run, say
+from spd_jax.prompts import prompt_ids
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,13 +22,13 @@ from rich.progress import track
 import spd_jax
 from infer.agreement import compare_tokens, first_difference
 from infer.figures import Sample, set_figures, table_rows
-from infer.prompts import PromptRow, prompt_ids, read_prompts
 from infer.report import print_figures
 from infer.startup import Subject, load_subject, start_devices
 from infer.teacher_forcing import draft_agreement
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.config import ConfigError
 from spd_jax.ops.lookup import lookup_hits
+from spd_jax.prompts import PromptRow, prompt_ids, read_prompts
 from spd_jax.weights.files import replace_file
 
 

@@ -19,7 +19,7 @@ import time
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=9")
 
 import spd_jax
-from infer.prompts import read_prompts
+from spd_jax.prompts import read_prompts
 from tests.expected import Comparison, expected_cycles
 from tests.pipeline.test_lossless import BATCH, CHUNKS, LIMITS, MESHES, STAGES, layers_for
 from tests.random_models import KINDS, full_config, make_draft, make_prompt, make_target

@@ -16,6 +16,7 @@ LEVELS = {
     "spd_jax.config": 0,
     "spd_jax.program": 0,
     "spd_jax.commandline": 1,
+    "spd_jax.prompts": 4,
     "spd_jax.ops": 1,
     "spd_jax.results": 1,
     "spd_jax.models": 2,

@@ -25,6 +25,7 @@ import numpy as np
 import spd_jax
 from spd_jax import ConfigError, SamplingConfig, Target
 from spd_jax.commandline import parse_flags, run, say
+from spd_jax.prompts import read_prompts
 from spd_jax.weights.files import file_sha256, one_line, sole_writer
 
 OWN_START = b'{"messages": '  # of every row written here
@@ -76,39 +77,6 @@ class OpenChat:
     ids: list[int]  # up to and including the generation prompt
     loss_mask: list[int]  # one per id
     user: str
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Returns the first user turn of each line (`turns` or `messages`).
-
-    Raises:
-      ConfigError: a line that is neither, with its number; a file without prompts.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read prompts ({one_line(error)})") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if "turns" in row:
-                text = row["turns"][0]
-            else:
-                text = next(m["content"] for m in row["messages"] if m["role"] == "user")
-            if not isinstance(text, str) or not text.strip():
-                raise ValueError("empty prompt")
-        except (ValueError, LookupError, TypeError, StopIteration, RecursionError) as error:
-            raise ConfigError(
-                f"{path}:{number}: expected an object with `turns` or `messages`, got "
-                f"{line.strip()[:60]!r} ({error}); fix or remove the line"
-            ) from None
-        prompts.append(text)
-    if not prompts:
-        raise ConfigError(f"{path}: expected at least one prompt, got none")
-    return prompts
 
 
 def from_file(target: Target, prompts: list[str], round_idx: int, size: int) -> list[OpenChat]:
@@ -254,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = spd_jax.load_target(config.target, config.dtype)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
-    prompts = read_prompts(config.prompts) if config.prompts else None
+    prompts = [row.text for row in read_prompts(config.prompts)] if config.prompts else None
     with sole_writer(config.out.with_name(f".{config.out.name}.lock")):
         write_rounds(target, config, prompts)
     return 0

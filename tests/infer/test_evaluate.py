@@ -6,11 +6,11 @@ import pytest
 
 import spd_jax
 from infer import evaluate
-from infer.prompts import PromptRow, prompt_ids, read_prompts
 from infer.startup import load_subject
 from spd_jax.commandline import parse_flags
 from spd_jax.config import ConfigError
 from spd_jax.ops.lookup import lookup_hits
+from spd_jax.prompts import PromptRow, prompt_ids, read_prompts
 
 TINY = ["--target", "tiny", "--mesh", "virtual", "--n-stages", "2", "--max-new-tokens", "10"]
 

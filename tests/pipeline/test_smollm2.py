@@ -3,8 +3,8 @@
 import pytest
 
 import spd_jax
-from infer.prompts import read_prompts
 from spd_jax.loading import shipped_heads
+from spd_jax.prompts import read_prompts
 from tests.expected import expected_cycles
 
 pytestmark = [pytest.mark.slow, pytest.mark.network, pytest.mark.timeout(900)]

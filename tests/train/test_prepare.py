@@ -101,15 +101,3 @@ def test_prompts_come_from_a_file_in_order(tmp_path):
     rows = rows_of(out)
     assert [row["messages"][0]["content"] for row in rows] == ["first", "second"]
     assert all(sum(row["loss_mask"]) <= 6 for row in rows)
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[" * 100_000, "no json\n", '{"turns": []}\n', "3\n", '{"turns": [" "]}\n']
-)
-def test_bad_prompts_are_named_by_line(content, tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match="prompts.jsonl"):
-        prepare.read_prompts(path)
-    with pytest.raises(ConfigError, match="cannot read"):
-        prepare.read_prompts(tmp_path / "missing.jsonl")

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from infer.prompts import prompt_ids, read_prompts
 from spd_jax.config import ConfigError
+from spd_jax.prompts import prompt_ids, read_prompts
 
-OWN_PROMPTS = Path(__file__).parent.parent.parent / "infer" / "prompts.jsonl"
+OWN_PROMPTS = Path(__file__).parent.parent / "infer" / "prompts.jsonl"
 
 
 def write(tmp_path: Path, *lines: str) -> str:
@@ -30,6 +30,13 @@ def test_the_first_turn_is_the_prompt(tmp_path):
     assert [r.text for r in read_prompts(path, limit=1)] == ["one"]
 
 
+def test_messages_give_the_first_of_the_user(tmp_path):
+    system, user = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+    assert [
+        r.text for r in read_prompts(write(tmp_path, json.dumps({"messages": [system, user]})))
+    ] == ["u"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -41,6 +48,10 @@ def test_the_first_turn_is_the_prompt(tmp_path):
         '{"turns": "text"}',
         '{"turns": [1]}',
         '{"turns": [""]}',
+        '{"turns": [" "]}',
+        '{"messages": [{"role": "system", "content": "x"}]}',
+        '{"messages": [{"role": "user", "content": 3}]}',
+        '{"messages": 3}',
         "[" * 100_000,
         '{"turns": ' + "9" * 5000 + "}",
     ],

@@ -21,7 +21,9 @@ class PromptRow:
 
 
 def read_prompts(path: str, limit: int | None = None) -> list[PromptRow]:
-    """Reads a JSONL file whose objects have `turns`, a list of strings; the first is the prompt.
+    """Reads a JSONL file of objects with `turns`, a list of texts, or `messages`, chat messages.
+
+    The first turn, or the first message of the user, is the prompt.
 
     Raises:
       ConfigError: the file cannot be read, or a line is not such an object; names the line.
@@ -38,7 +40,7 @@ def read_prompts(path: str, limit: int | None = None) -> list[PromptRow]:
         if line.strip():
             rows.append(PromptRow(path, number, _first_turn(line, f"{path}:{number}")))
     if not rows:
-        raise ConfigError(f'{path}: expected one {{"turns": [...]}} object per line, got none')
+        raise ConfigError(f'{path}: expected one {{"turns": [...]}} object a line, got none')
     return rows
 
 
@@ -49,13 +51,19 @@ def _first_turn(line: str, where: str) -> str:
         raise ConfigError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:  # absurd numbers, absurd nesting
         raise ConfigError(f"{where}: not usable JSON ({one_line(error)})") from None
-    turns = record.get("turns") if isinstance(record, dict) else None
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
+    try:
+        if "turns" in record:
+            (text, *_) = record["turns"] if isinstance(record["turns"], list) else [None]
+        else:
+            text = next(m["content"] for m in record["messages"] if m["role"] == "user")
+    except (LookupError, TypeError, ValueError, StopIteration):
+        text = None
+    if not isinstance(text, str) or not text.strip():
         raise ConfigError(
-            f'{where}: expected an object with "turns", a list whose first entry is the prompt '
-            f"as a non-empty string; got {line.strip()[:60]!r}"
+            f'{where}: expected an object with "turns", a list whose first entry is the prompt, or '
+            f'with "messages", one of them the user\'s; got {line.strip()[:60]!r}'
         )
-    return turns[0]
+    return text
 
 
 def prompt_ids(target: Any, source: str, texts: list[str]) -> list[list[int]]:
