@@ -47,6 +47,8 @@ def model_card(
         f"- {position} batches of up to {config.batch_tokens} tokens, distilled from the target "
         f"(sha256 {draft.target_sha256}) on text it wrote itself",
     ]
+    if config.start_from is not None:
+        lines.append("- begun from the weights of an earlier head, not from the target's layers")
     for group, rates in (figures or {}).items():
         lines.append(
             f"- held out, {group}: agreement with the text {rates['agree_text']:.3f}, with the "

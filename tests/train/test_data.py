@@ -94,26 +94,26 @@ def test_labels_are_the_scored_ids():
     assert batch["row_numbers"].tolist() == [4, -1]
 
 
-def test_lengths_are_multiples_of_32_up_to_the_longest():
-    assert [bucket_len(n, 80) for n in (1, 32, 33, 64, 65, 80)] == [32, 32, 64, 64, 80, 80]
+def test_lengths_are_multiples_of_64_up_to_the_longest():
+    assert [bucket_len(n, 160) for n in (1, 64, 65, 128, 129, 160)] == [64, 64, 128, 128, 160, 160]
 
 
 def test_an_epoch_holds_every_row_once_and_differs_from_the_next():
     n_epochs = 3
-    rows = [make_row(n, i) for i, n in enumerate([10, 30, 32, 33, 50, 64, 65, 5, 40, 9, 8])]
-    batches, n_batches = training_batches(rows, 96, 128, seed=1)
+    rows = [make_row(n, i) for i, n in enumerate([20, 60, 64, 65, 99, 128, 129, 10, 80, 18, 16])]
+    batches, n_batches = training_batches(rows, 192, 256, seed=1)
     orders = []
     for epoch in range(n_epochs):
         numbers = []
         for i in range(n_batches):
             batch = batches[epoch * n_batches + i]
-            assert batch["input_ids"].size <= 128
+            assert batch["input_ids"].size <= 256
             numbers += [n for n in batch["row_numbers"].tolist() if n >= 0]
         assert sorted(numbers) == list(range(len(rows)))
         orders.append(tuple(numbers))
     assert len(set(orders)) == n_epochs
     shapes = {batches[i]["input_ids"].shape for i in range(n_epochs * n_batches)}
-    assert shapes == {(4, 32), (2, 64), (1, 96)}  # few compilations
+    assert shapes == {(4, 64), (2, 128), (1, 192)}  # few compilations
 
 
 def test_a_batch_depends_on_rows_seed_and_number_alone():
@@ -126,8 +126,8 @@ def test_a_batch_depends_on_rows_seed_and_number_alone():
 
 
 def test_ordered_batches_hold_every_row_once():
-    rows = [make_row(n, i) for i, n in enumerate([50, 3, 35, 4, 5])]
-    members = [[row.number for row in chosen] for chosen, _ in ordered_batches(rows, 64, 64)]
+    rows = [make_row(n, i) for i, n in enumerate([100, 3, 70, 4, 5])]
+    members = [[row.number for row in chosen] for chosen, _ in ordered_batches(rows, 128, 128)]
     assert members == [[1, 3], [4], [0], [2]]
 
 

@@ -1,7 +1,9 @@
 """The metrics file survives kills without a duplicate step; means are weighted by positions."""
 
+import errno
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -30,11 +32,15 @@ def test_a_resumed_file_holds_each_step_once(tmp_path):
 def test_a_disk_that_refuses_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot keep metrics"):
         MetricsFile(tmp_path / "absent" / "metrics.jsonl", 0)
-    log = MetricsFile(tmp_path / "metrics.jsonl", 0)
-    log._file.close()
-    log._file = open("/dev/full", "a")
-    with pytest.raises(ConfigError, match="/dev/full: cannot write .*No space left"):
-        log.write({"step": 1})
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with MetricsFile(tmp_path / "metrics.jsonl", 0) as log:
+        log._file.close()
+        log._file = SimpleNamespace(name="metrics.jsonl", write=full, close=lambda: None)
+        with pytest.raises(ConfigError, match="metrics.jsonl: cannot write .*No space left"):
+            log.write({"step": 1})
 
 
 def test_means_are_weighted_by_valid_positions():

@@ -78,15 +78,27 @@ def test_only_one_process_writes_a_file(written, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (["--seed", "-1"], "seed must be from 0"),
-        (["--temperatures", "inf"], "temperatures must be"),
         (["--out", "."], "--out must name a file"),
         (["--out", "/proc/nowhere/rows.jsonl"], "cannot write there"),
     ],
 )
-def test_a_setting_that_cannot_be_is_one_line(flags, line, tmp_path):
+def test_a_place_that_cannot_be_is_one_line(flags, line, tmp_path):
     with pytest.raises(ConfigError, match=line):
         prepare.main(["--out", str(tmp_path / "rows.jsonl"), "--rows", "4", *FLAGS, *flags])
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"seed": -1}, "seed must be from 0"),
+        ({"temperatures": (float("inf"),)}, "temperatures must be"),
+        ({"temperatures": ()}, "temperatures must be"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(fields, line, tmp_path):
+    with pytest.raises(ConfigError, match=line):
+        prepare.PrepareConfig(out=tmp_path / "rows.jsonl", **fields)
 
 
 def test_prompts_come_from_a_file_in_order(tmp_path):

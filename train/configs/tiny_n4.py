@@ -1,6 +1,8 @@
 """The random `tiny` target through four stages: a run of seconds, to try the trainer.
 
-python -m train.pdm --config tiny_n4 --train_data data/tiny.jsonl --workdir runs/tiny_n4
+    python -m train.prepare --target tiny --out data/tiny.jsonl --rows 96 \\
+        --prompt-tokens 16 --answer-tokens 32
+    python -m train.pdm --config tiny_n4
 """
 
 from train.config import TrainConfig
