@@ -121,11 +121,11 @@ class TargetConfig:
     def __post_init__(self) -> None:
         _check_counts(self, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads")
         _check_counts(self, "head_dim", "d_ff", "max_context")
-        for name in ("norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            _require(
-                _is_number(value) and value > 0, f"{name} must be a positive number, got {value!r}"
-            )
+        eps, theta = self.norm_eps, self.rope_theta
+        _require(_is_number(eps) and eps >= 0, f"norm_eps must be a number >= 0, got {eps!r}")
+        _require(
+            _is_number(theta) and theta > 0, f"rope_theta must be a positive number, got {theta!r}"
+        )
         _require(
             self.n_heads % self.n_kv_heads == 0,
             f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})",

@@ -101,7 +101,7 @@ def test_impossible_pipelines_are_named(n_stages, stage_layers, words):
         ({"head_dim": 3}, ("head_dim", "even", "3")),
         ({"n_layers": True}, ("n_layers", "an integer", "True")),
         ({"d_ff": 0}, ("d_ff", "at least 1", "0")),
-        ({"norm_eps": float("nan")}, ("norm_eps", "positive number", "nan")),
+        ({"norm_eps": float("nan")}, ("norm_eps", "number >= 0", "nan")),
         ({"rope_theta": float("inf")}, ("rope_theta", "positive number", "inf")),
     ],
 )
