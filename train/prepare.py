@@ -128,7 +128,9 @@ def _seed(config: PrepareConfig, round_idx: int, b: int) -> int:
     return int(sequence.generate_state(1)[0])
 
 
-def write_round(target, config: PrepareConfig, chats: list[OpenChat], round_idx: int) -> list[dict]:
+def write_round(
+    target: Target, config: PrepareConfig, chats: list[OpenChat], round_idx: int
+) -> list[dict]:
     """Generates the answers of one round and returns its rows."""
     temperature = config.temperatures[round_idx % len(config.temperatures)]
     answers = spd_jax.generate(

@@ -98,7 +98,7 @@ def test_a_sharded_cycle_has_two_collectives(prefilled, mode):
     assert cache_moves(text, cache_shape(prefilled)) == []
 
 
-@pytest.mark.parametrize("n_stages", [4])
+@pytest.mark.parametrize("n_stages", [5])
 @pytest.mark.parametrize("n_batch", [1, 5])
 @pytest.mark.parametrize("mode", ["virtual"])
 def test_a_virtual_cycle_copies_no_cache(prefilled, mode):

@@ -140,7 +140,6 @@ def test_a_stream_starts_with_the_prefill(decode):
     assert len(calls) == 40  # one cycle commits one token at most
 
 
-@pytest.mark.parametrize("mode", ["sharded"])
 @pytest.mark.parametrize("kind", ["perfect", "wrong"])
 def test_a_cache_filled_to_its_last_row(decode, mode, kind):
     """The newest draft of the last cycle takes the last row before the spare one."""
