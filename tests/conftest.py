@@ -1,20 +1,23 @@
-"""Set before jax starts: nine virtual CPU devices.
+"""Set before jax starts: nine virtual CPU devices, and quick compiling.
 
 The environment is set rather than jax.config, so that the processes that tests start get them too.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 N_DEVICES = 9  # eight stages and a device for the draft module
 
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={N_DEVICES}".strip()
+FLAGS = (
+    f"--xla_force_host_platform_device_count={N_DEVICES}",
+    "--xla_backend_optimization_level=0",  # machine code only: the programs remain what they are
 )
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Writing compiled programs to disk once crashed jaxlib 0.10.2 in the middle of a test run.
-os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
@@ -32,3 +35,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def golden(request: pytest.FixtureRequest) -> Path:
     """The folder of the vectors that tests compare with."""
     return request.config.getoption("golden")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled() -> Iterator[None]:
+    """Frees what a module compiled, for the reason that spd_jax.program gives."""
+    yield
+    jax.clear_caches()

@@ -47,7 +47,8 @@ class TrainConfig:
     head: Literal["own", "target"] = "own"
     """own: a trained head; target: the target's frozen rows, not stored with the draft."""
     start_from: str | None = None
-    """Head directory to begin from, with as many layers or fewer. None: copies of the target's."""
+    """Head directory to begin from, with as many layers or fewer; the draft ids are chosen among
+    its own. None: copies of the target's layers, all ids."""
 
     sequence_len: int = 256
     """Longest row in tokens; longer rows are cut and the loss is reported."""

@@ -137,26 +137,37 @@ def _checked_row(fields: Any, where: str, vocab_size: int) -> Row:
 
 
 def count_draft_ids(
-    rows: Sequence[Row], size: int, vocab_size: int, stop_ids: Sequence[int]
+    rows: Sequence[Row],
+    size: int,
+    vocab_size: int,
+    stop_ids: Sequence[int],
+    among: Sequence[int] | None = None,
 ) -> tuple[tuple[int, ...], float]:
     """Chooses the ids that a draft can propose: the stop ids and the most frequent scored ids.
 
     Where fewer than `size` ids were seen, the lowest unseen ids fill up.
 
+    Args:
+      among: the ids to choose from, those of the head to start from; None: all.
+
     Returns:
       The sorted ids, and the share of the scored ids that are among them.
     Raises:
-      ConfigError: the vocabulary has fewer than `size` ids, or there are more stop ids.
+      ConfigError: there are fewer than `size` ids to choose from, or more stop ids.
     """
-    if not len(stop_ids) <= size <= vocab_size:
+    n_known = vocab_size if among is None else len(among)
+    if not len(stop_ids) <= size <= n_known:
+        source = "target's vocab_size" if among is None else "draft ids of start_from,"
         raise ConfigError(
             f"draft_vocab_size must be from {max(1, len(stop_ids))} (the stop ids) to the "
-            f"target's vocab_size {vocab_size}, got {size}"
+            f"{source} {n_known}, got {size}"
         )
     counts = np.zeros(vocab_size, np.int64)
     for row in rows:
         counts += np.bincount(row.ids[row.scored_mask], minlength=vocab_size)
     rank = counts.copy()
+    if among is not None:
+        rank[np.setdiff1d(np.arange(vocab_size), among)] = -1
     rank[list(stop_ids)] = np.iinfo(np.int64).max
     ids = np.sort(np.argsort(-rank, kind="stable")[:size])  # stable: the lowest id on ties
     return tuple(ids.tolist()), float(counts[ids].sum() / counts.sum())

@@ -149,7 +149,8 @@ def starting_state(this: Run, optimizer: optax.GradientTransformation) -> TrainS
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(this.target.config, this.draft, this.target_params, init_key)
     if config.start_from is not None and not has_checkpoint(checkpoints):
-        params = grown_params(this, params)
+        start = read_start(config, this.target)
+        params = grow_params(this.draft, params, this.target_params, *start)
     state = init_state(params, optimizer, train_key)
     return restore_latest(checkpoints, state) or state
 
@@ -182,8 +183,9 @@ def open_run(config: TrainConfig, target: LoadedTarget, corpus: Corpus) -> Draft
         for note in notes:
             say(f"note: {note}")
     elif config.draft_vocab_size is not None:
+        among = None if config.start_from is None else read_start(config, target)[0].draft_ids
         ids, mass = count_draft_ids(
-            corpus.rows, config.draft_vocab_size, target.config.vocab_size, target.stop_ids
+            corpus.rows, config.draft_vocab_size, target.config.vocab_size, target.stop_ids, among
         )
         say(f"{len(ids)} draft ids cover {mass:.2%} of the scored training ids")
         draft = dataclasses.replace(draft, draft_ids=ids)
@@ -193,16 +195,20 @@ def open_run(config: TrainConfig, target: LoadedTarget, corpus: Corpus) -> Draft
     return draft
 
 
-def grown_params(this: Run, fresh: Any) -> Any:
-    """Returns the parameters of the head to start from, grown to this draft."""
-    config, params, _ = load_draft_file(this.config.start_from, this.config.dtype)
-    if config.target_sha256 != this.target.sha256:
+def read_start(config: TrainConfig, target: LoadedTarget) -> tuple[DraftConfig, Any]:
+    """Returns the config and the parameters of the head to start from.
+
+    Raises:
+      ConfigError: it belongs to another target.
+    """
+    draft, params, _ = load_draft_file(config.start_from, config.dtype)
+    if draft.target_sha256 != target.sha256:
         raise ConfigError(
-            f"start_from {this.config.start_from} belongs to the target with sha256 "
-            f"{config.target_sha256}, {this.config.target} has {this.target.sha256}; give a head "
-            "of this target"
+            f"start_from {config.start_from} belongs to the target with sha256 "
+            f"{draft.target_sha256}, {config.target} has {target.sha256}; give a head of this "
+            "target"
         )
-    return grow_params(this.draft, fresh, this.target_params, config, params)
+    return draft, params
 
 
 def check_row_types(draft: DraftConfig, n_layers: int) -> None:

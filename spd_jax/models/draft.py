@@ -198,12 +198,13 @@ def grow_params(
 
     Layers that the other lacks come first and add nothing yet: copies of the target's second
     layer and on (early heads look at the tokens just before) with output matrices of zeros. The
-    rows of the head are taken by id, those the other lacks from `fresh`.
+    rows of the head are taken by id. An id that the other lacks has no row: the target's own
+    would outbid the trained ones, whose logits are smaller.
 
     Args:
       fresh: `init_params` of `draft`; start_config, start_params: the draft to begin from.
     Raises:
-      ConfigError: the two differ in more than layers, draft ids and stage split.
+      ConfigError: the two differ in more than layers, stage split and fewer draft ids.
     """
     for name in ("anchors", "d_ff", "feature_norm", "qk_norm", "head"):
         ours, theirs = getattr(draft, name), getattr(start_config, name)
@@ -226,12 +227,17 @@ def grow_params(
     ]
     params = {"projs": start_params["projs"], "layers": [*added, *start_params["layers"]]}
     if draft.head == "own":
-        n_all = len(start_params["lm_head"]["weight"])
-        theirs = start_config.draft_ids or range(n_all)
-        ours = draft.draft_ids or range(len(fresh["lm_head"]["weight"]))
-        _, to, taken = np.intersect1d(ours, theirs, return_indices=True)
-        rows = start_params["lm_head"]["weight"][taken]
-        params["lm_head"] = {"weight": fresh["lm_head"]["weight"].at[to].set(rows)}
+        rows = start_params["lm_head"]["weight"]
+        theirs = np.asarray(start_config.draft_ids or range(len(rows)))
+        ours = np.asarray(draft.draft_ids or range(len(fresh["lm_head"]["weight"])))
+        n_unknown = len(np.setdiff1d(ours, theirs))
+        if n_unknown:
+            raise ConfigError(
+                f"draft ids must be among the {len(theirs)} of the head to start from, "
+                f"{n_unknown} of {len(ours)} are not; set draft_vocab_size to at most "
+                f"{len(theirs)}"
+            )
+        params["lm_head"] = {"weight": rows[np.searchsorted(theirs, ours)]}
     return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
 
 

@@ -139,6 +139,10 @@ def test_draft_ids_are_the_most_frequent_scored_ids_and_the_stop_ids():
     assert count_draft_ids(rows, 1, 12, stop_ids=()) == ((9,), 3 / 6)
     filled, mass = count_draft_ids(rows, 6, 12, stop_ids=(11,))
     assert filled == (0, 1, 3, 5, 9, 11) and mass == 1  # the lowest unseen ids fill up
+    assert count_draft_ids(rows, 2, 12, (11,), among=(3, 5, 11)) == ((3, 11), 2 / 6)
+    assert count_draft_ids(rows, 3, 12, (11,), among=(0, 3, 11)) == ((0, 3, 11), 2 / 6)
+    with pytest.raises(ConfigError, match="to the draft ids of start_from, 3, got 4"):
+        count_draft_ids(rows, 4, 12, (11,), among=(3, 5, 11))
     for size in (0, 13):
         with pytest.raises(ConfigError, match="draft_vocab_size must be from 1"):
             count_draft_ids(rows, size, 12, stop_ids=(11,))
