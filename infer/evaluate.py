@@ -29,6 +29,7 @@ from spd_jax.commandline import parse_flags, run, say
 from spd_jax.config import ConfigError
 from spd_jax.ops.lookup import lookup_hits
 from spd_jax.prompts import PromptRow, prompt_ids, read_prompts
+from spd_jax.requests import check_context
 from spd_jax.weights.files import replace_file
 
 
@@ -140,19 +141,6 @@ def evaluate_batch(
         yield sample
 
 
-def check_lengths(
-    rows: Sequence[PromptRow], prompts: Sequence[list[int]], max_new_tokens: int, context: int
-) -> None:
-    """Raises ConfigError, with file and line, where a prompt and its text exceed the context."""
-    for row, prompt in zip(rows, prompts, strict=True):
-        if len(prompt) + max_new_tokens > context:
-            raise ConfigError(
-                f"{row.path}:{row.line}: prompt of {len(prompt)} tokens + max_new_tokens "
-                f"{max_new_tokens} exceed the model's context of {context}; remove the line or "
-                "lower --max-new-tokens"
-            )
-
-
 def check_writable(path: Path) -> None:
     """Raises ConfigError where `path` cannot become a file."""
     parent = path.parent
@@ -195,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dtype == "float32" and not (flags.skip_bf16 or flags.skip_generate):
         bf16_target = spd_jax.load_target(flags.target, dtype="bfloat16")
     prompts = prompt_ids(subject.target, flags.target, [row.text for row in rows])
-    check_lengths(rows, prompts, flags.max_new_tokens, subject.target.config.max_context)
+    for row, prompt in zip(rows, prompts, strict=True):  # all of them before the first batch
+        name = f"{row.path}:{row.line}: prompt"
+        check_context(subject.target, len(prompt), flags.max_new_tokens, name)
 
     samples = []
     starts = range(0, len(rows), flags.batch_size)

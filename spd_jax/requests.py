@@ -47,18 +47,23 @@ def make_request(
     if not is_int(max_new_tokens) or max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
     longest = max(map(len, ids))
-    context = target.config.max_context
-    if longest + max_new_tokens > context:
-        raise ConfigError(
-            f"prompt of {longest} tokens + max_new_tokens {max_new_tokens} exceed the model's "
-            f"context of {context}; shorten the prompt or lower max_new_tokens"
-        )
+    check_context(target, longest, max_new_tokens)
     prompts = np.zeros((len(ids), padded_prompt_len(longest)), np.int32)
     for row, one in zip(prompts, ids, strict=True):
         row[: len(one)] = one
     lens = np.array([len(one) for one in ids], np.int32)
     stops = pad_stop_ids(target, target.stop_ids if stop_ids is None else stop_ids)
     return Request(prompts, lens, _keys(seed, len(ids)), stops, int(max_new_tokens), single)
+
+
+def check_context(target: Target, n_tokens: int, max_new_tokens: int, name: str = "prompt") -> None:
+    """Raises ConfigError where a prompt and the text asked for exceed the context."""
+    context = target.config.max_context
+    if n_tokens + max_new_tokens > context:
+        raise ConfigError(
+            f"{name} of {n_tokens} tokens + max_new_tokens {max_new_tokens} exceed the model's "
+            f"context of {context}; shorten the prompt or lower max_new_tokens"
+        )
 
 
 def pad_stop_ids(target: Target, stop_ids: Sequence[int]) -> np.ndarray:

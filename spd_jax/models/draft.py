@@ -60,28 +60,15 @@ def structural_mask(
 ) -> jax.Array:
     """Returns bool [K*T, K*T]: True where a query row sees a key row.
 
-    A query of type i, at its smallest depth d, sees token T <= t only in row type
-    f(min(N, d + t - T)). With `fill` < N tokens in flight, older tokens are complete: mode
-    "exact" redirects to the deepest type where d + t - T >= fill, as decoding does; mode
-    "reference" where t - T >= fill, as published.
-
     `blocks` are the K row types to keep, in order; None: all M, deepest first.
     """
-    if mode not in ("exact", "reference"):
-        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
-    n, deepest = pipeline.n_stages, len(anchors) - 1
-    row_types = jnp.asarray(pipeline.row_types(anchors))
     kept = np.asarray(all_blocks(anchors) if blocks is None else blocks)
-    depth = jnp.asarray(np.asarray(pipeline.min_depths(anchors))[kept])
+    depth = jnp.asarray(np.asarray(pipeline.min_depths(anchors))[kept])[:, None, None]
     time = jnp.arange(n_tokens)
-    distance = (time[:, None] - time[None, :])[None]  # [1, T, T], t - T
-    age = depth[:, None, None] + distance  # [K, T, T], depth of the key token
-    needed = row_types[jnp.clip(age, 0, n)]
-    complete = (age if mode == "exact" else distance) >= fill
-    needed = jnp.where(complete & (jnp.asarray(fill) < n), deepest, needed)
-    seen = (needed[:, :, None, :] == jnp.asarray(kept)[None, None, :, None]) & (distance >= 0)[
-        :, :, None, :
-    ]  # [K, T, K, T]
+    distance = (time[:, None] - time[None, :])[None]  # [1, T, T]
+    seen_as = _seen_as(pipeline, anchors, depth, distance, fill, mode)  # [K, T, T]
+    seen = seen_as[:, :, None, :] == jnp.asarray(kept)[None, None, :, None]  # [K, T, K, T]
+    seen &= (distance >= 0)[:, :, None, :]
     return seen.reshape(len(kept) * n_tokens, len(kept) * n_tokens)
 
 
@@ -92,18 +79,39 @@ def live_blocks(
 
     Few tokens in flight leave the types between unseen: rows of those need not be computed.
     """
-    n, deepest = pipeline.n_stages, len(anchors) - 1
-    row_types, depths = pipeline.row_types(anchors), pipeline.min_depths(anchors)
+    depths = pipeline.min_depths(anchors)
+    near = np.arange(pipeline.n_stages + 1)  # farther tokens are all complete
     live, unseen = set(), {0}
-    while unseen:
-        query = unseen.pop()
-        live.add(query)
-        for distance in range(n + 1):  # farther tokens are all complete
-            age = depths[query] + distance
-            complete = fill < n and (age if mode == "exact" else distance) >= fill
-            key = deepest if complete else row_types[min(n, age)]
-            unseen |= {key} - live
+    with jax.ensure_compile_time_eval():  # which rows there are cannot depend on traced values
+        while unseen:
+            query = unseen.pop()
+            live.add(query)
+            seen_as = _seen_as(pipeline, anchors, depths[query], near, fill, mode)
+            unseen |= set(seen_as.tolist()) - live
     return tuple(i for i in all_blocks(anchors) if i in live)
+
+
+def _seen_as(
+    pipeline: PipelineConfig,
+    anchors: tuple[int, ...],
+    depth: jax.Array | int,
+    distance: jax.Array | np.ndarray,
+    fill: jax.Array | int,
+    mode: str,
+) -> jax.Array:
+    """The row type in which a query sees the token `distance` before its own.
+
+    A query at depth d sees it as the type f(min(N, d + distance)). With `fill` < N tokens in
+    flight, older tokens are complete: mode "exact" takes the deepest type where d + distance >=
+    fill, as decoding does; mode "reference" where distance >= fill, as published.
+    """
+    if mode not in ("exact", "reference"):
+        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
+    n, deepest = pipeline.n_stages, len(anchors) - 1
+    age = depth + jnp.asarray(distance)
+    complete = ((age if mode == "exact" else distance) >= fill) & (jnp.asarray(fill) < n)
+    row_types = jnp.asarray(pipeline.row_types(anchors))
+    return jnp.where(complete, deepest, row_types[jnp.clip(age, 0, n)])
 
 
 def forward(

@@ -10,7 +10,7 @@ from infer.startup import load_subject
 from spd_jax.commandline import parse_flags
 from spd_jax.config import ConfigError
 from spd_jax.ops.lookup import lookup_hits
-from spd_jax.prompts import PromptRow, prompt_ids, read_prompts
+from spd_jax.prompts import prompt_ids, read_prompts
 
 TINY = ["--target", "tiny", "--mesh", "virtual", "--n-stages", "2", "--max-new-tokens", "10"]
 
@@ -113,11 +113,12 @@ def test_columns_have_the_shortest_names_that_tell_files_apart(paths, names):
     assert list(evaluate.column_names(paths).values()) == names
 
 
-def test_a_prompt_beyond_the_context_is_named_by_line_before_anything_runs():
-    rows = [PromptRow("p.jsonl", 4, "short"), PromptRow("p.jsonl", 9, "long")]
-    evaluate.check_lengths(rows, [[1] * 2, [1] * 6], 4, context=10)
-    with pytest.raises(ConfigError, match="p.jsonl:9: prompt of 7 tokens .* context of 10"):
-        evaluate.check_lengths(rows, [[1] * 2, [1] * 7], 4, context=10)
+def test_a_prompt_beyond_the_context_is_named_by_line_before_anything_runs(tmp_path, monkeypatch):
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("hi", "a" * 4090)))
+    monkeypatch.setattr(evaluate, "evaluate_batch", None)
+    with pytest.raises(ConfigError, match="p.jsonl:2: prompt of 4108 tokens .* context of 4096"):
+        evaluate.main([*TINY, "--skip-bf16", "--batch-size", "1", "--prompts", str(path)])
 
 
 def test_json_is_written_whole_or_not_at_all(tmp_path):
