@@ -239,10 +239,7 @@ def pdm_loss(
       The loss (mean KL over valid positions) and metrics: accuracy, coverage, n_valid.
     """
     check_belongs(target, draft)
-    if not is_traced(batch):
-        check_ids(target, np.ravel(batch["input_ids"]), "input_ids")
-        labels = np.ravel(batch["labels"])
-        check_ids(target, np.where(labels == distill.IGNORED, 0, labels), "labels")
+    _check_batch(target, batch)
     if not is_traced(temperature) and not 0 < temperature < np.inf:
         raise ConfigError(f"temperature must be a number above 0, got {temperature}")
     return distill.distillation_loss(
@@ -287,6 +284,24 @@ def draft_predictions(
     ids, params = _scored_ids(target, input_ids), whole_params(target)
     best = _predict(params, draft.params, ids, fills, target.config, config, mask_mode)
     return best if np.ndim(fill) else best[0]
+
+
+def _check_batch(target: Target, batch: dict[str, jax.Array]) -> None:
+    """Raises ConfigError where a training batch is not what `pdm_loss` says."""
+    names = ("input_ids", "attention_mask", "labels")
+    shapes = [np.shape(batch[name]) if name in batch else "none" for name in names]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
+        got = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
+        raise ConfigError(f"batch: expected {', '.join(names)} of one shape [B, T], got {got}")
+    if shapes[0][1] > target.config.max_context:
+        raise ConfigError(
+            f"batch: expected at most {target.config.max_context} tokens in a row (the context of "
+            f"{target.name}), got {shapes[0][1]}; cut them"
+        )
+    if not is_traced(batch):
+        check_ids(target, np.ravel(batch["input_ids"]), "input_ids")
+        labels = np.ravel(batch["labels"])
+        check_ids(target, np.where(labels == distill.IGNORED, 0, labels), "labels")
 
 
 def _scored_ids(target: Target, input_ids: Sequence[int] | jax.Array) -> jax.Array:

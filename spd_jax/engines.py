@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from spd_jax.config import ConfigError, PipelineConfig, as_ints
 from spd_jax.models.bundle import Draft, Target
-from spd_jax.models.draft import check_pair
+from spd_jax.models.draft import check_pair, known_ids
 from spd_jax.pipeline import placing
 from spd_jax.pipeline.mesh import resolve_mesh
 from spd_jax.pipeline.placing import Layout
@@ -107,6 +107,13 @@ def check_belongs(target: Target, draft: Draft) -> None:
         raise ConfigError(
             f"{draft.name}: expected width {scale.shape[0]} in {scale.dtype} as {target.name} "
             f"has, got {row.shape[0]} in {row.dtype}; load the head for this target"
+        )
+    n_ids = len(known_ids(target.config, draft.config))
+    n_rows = len(draft.params["lm_head"]["weight"]) if draft.config.head == "own" else n_ids
+    if n_rows != n_ids:
+        raise ConfigError(
+            f"{draft.name}: expected a head of {n_ids} ids, got one of {n_rows}; choose a head "
+            f"made for {target.name}"
         )
 
 

@@ -13,7 +13,9 @@ import jax
 
 # Each compiled program of the CPU backend takes hundreds of memory maps, about 800 for a decode
 # cycle of 30 layers. Linux gives a process 65,530 by default; past that, jaxlib crashes.
-MAX_PROGRAMS = 16
+MAX_PROGRAMS = 40
+
+_KEPT: OrderedDict[tuple, jax.stages.Compiled] = OrderedDict()  # the one used last comes last
 
 
 def _signature(leaf: Any) -> tuple:
@@ -25,28 +27,28 @@ def _signature(leaf: Any) -> tuple:
 class Program:
     """Wraps `fn(*args, **static)`: positional arguments are traced, keywords are static.
 
-    The MAX_PROGRAMS that were used last are kept.
+    MAX_PROGRAMS of all instances together are kept, those that were used last.
     """
 
     def __init__(self, fn: Callable, *, donate: tuple[int, ...] = ()):
         self._fn, self._donate = fn, donate
-        self._compiled: OrderedDict[tuple, jax.stages.Compiled] = OrderedDict()
         self.n_compiled = 0  # ever, those no longer kept included
 
     def compile(self, *args, **static) -> jax.stages.Compiled:
         """Returns the compiled program for arguments like these, compiling it if it is not kept."""
         leaves, treedef = jax.tree.flatten(args)
-        key = (treedef, tuple(_signature(x) for x in leaves), tuple(sorted(static.items())))
-        if key not in self._compiled:
+        signature = tuple(_signature(x) for x in leaves)
+        key = (self, treedef, signature, tuple(sorted(static.items())))
+        if key not in _KEPT:
             jitted = jax.jit(
                 lambda *arrays: self._fn(*arrays, **static), donate_argnums=self._donate
             )
-            self._compiled[key] = jitted.lower(*args).compile()
+            _KEPT[key] = jitted.lower(*args).compile()
             self.n_compiled += 1
-            if len(self._compiled) > MAX_PROGRAMS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        return self._compiled[key]
+            if len(_KEPT) > MAX_PROGRAMS:
+                _KEPT.popitem(last=False)
+        _KEPT.move_to_end(key)
+        return _KEPT[key]
 
     def __call__(self, *args, **static) -> Any:
         return self.compile(*args, **static)(*args)

@@ -56,13 +56,19 @@ def make_request(
     return Request(prompts, lens, _keys(seed, len(ids)), stops, int(max_new_tokens), single)
 
 
-def check_context(target: Target, n_tokens: int, max_new_tokens: int, name: str = "prompt") -> None:
+def check_context(
+    target: Target,
+    n_tokens: int,
+    max_new_tokens: int,
+    name: str = "prompt",
+    limit: str = "max_new_tokens",
+) -> None:
     """Raises ConfigError where a prompt and the text asked for exceed the context."""
     context = target.config.max_context
     if n_tokens + max_new_tokens > context:
         raise ConfigError(
-            f"{name} of {n_tokens} tokens + max_new_tokens {max_new_tokens} exceed the model's "
-            f"context of {context}; shorten the prompt or lower max_new_tokens"
+            f"{name} of {n_tokens} tokens + {limit} {max_new_tokens} exceed the model's context "
+            f"of {context}; shorten the prompt or lower {limit}"
         )
 
 

@@ -20,7 +20,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=9")
 
 import spd_jax
 from spd_jax.prompts import read_prompts
-from tests.expected import Comparison, expected_cycles
+from tests.expected import GAP, Comparison, expected_cycles
 from tests.pipeline.test_lossless import BATCH, CHUNKS, LIMITS, MESHES, STAGES, layers_for
 from tests.random_models import KINDS, full_config, make_draft, make_prompt, make_target
 
@@ -39,7 +39,7 @@ class Tally:
         """Compares one decoded sequence with the oracle's tokens."""
         self.counts[group] += 1
         gap = self.comparison.add(target, prompt, result.tokens, want)
-        if gap is not None and not gap < 1e-3:
+        if gap is not None and not gap < GAP:
             self.faults.append(f"{group}: {result.tokens} for {want}, gap {gap}")
         if result.cycles != expected_cycles(n_stages, result.accepted):
             self.faults.append(f"{group}: {result.cycles} cycles for flags {result.accepted}")

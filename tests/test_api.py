@@ -78,6 +78,19 @@ def test_scores_of_what_cannot_be_are_errors(pair):
     bad = {**BATCH, "labels": np.full_like(BATCH["labels"], 10**6)}
     with pytest.raises(ConfigError, match="labels: token ids .* got 1000000"):
         spd_jax.pdm_loss(*pair, bad, fill=1)
+    for changes, words in [
+        ({"labels": np.zeros((2, 5), int)}, r"one shape \[B, T\], got .*labels \(2, 5\)"),
+        ({name: value[0] for name, value in BATCH.items()}, r"got input_ids \(6,\)"),
+        ({name: np.zeros((1, 5000), int) for name in BATCH}, "at most .* got 5000; cut them"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            spd_jax.pdm_loss(*pair, {**BATCH, **changes}, fill=1)
+    del bad["labels"]
+    with pytest.raises(ConfigError, match="labels none"):
+        spd_jax.pdm_loss(*pair, bad, fill=1)
+    for fill in (2.0, True):
+        with pytest.raises(ConfigError, match="each of fill must be an integer"):
+            spd_jax.pdm_loss(*pair, BATCH, fill=fill)
     for temperature in (0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="temperature must be a number above 0"):
             spd_jax.pdm_loss(*pair, BATCH, fill=1, temperature=temperature)
@@ -111,6 +124,10 @@ def test_a_draft_of_another_target_is_refused(pair):
         decode(narrow)
     with pytest.raises(ConfigError, match="anchors must not exceed"):
         decode(with_config(draft, anchors=(0, 9)))
+    rows = draft.params["lm_head"]["weight"]
+    wide = draft.params | {"lm_head": {"weight": jnp.concatenate([rows, rows[:3]])}}
+    with pytest.raises(ConfigError, match=f"a head of {len(rows)} ids, got one of"):
+        decode(dataclasses.replace(draft, params=wide))
 
 
 def test_a_saved_head_loads_for_its_own_target_only(pair, tmp_path):

@@ -145,7 +145,8 @@ def count_draft_ids(
 ) -> tuple[tuple[int, ...], float]:
     """Chooses the ids that a draft can propose: the stop ids and the most frequent scored ids.
 
-    Where fewer than `size` ids were seen, the lowest unseen ids fill up.
+    A stop id that is not to choose from is left out. Where fewer than `size` ids were seen, the
+    lowest unseen ids fill up.
 
     Args:
       among: the ids to choose from, those of the head to start from; None: all.
@@ -168,7 +169,7 @@ def count_draft_ids(
     rank = counts.copy()
     if among is not None:
         rank[np.setdiff1d(np.arange(vocab_size), among)] = -1
-    rank[list(stop_ids)] = np.iinfo(np.int64).max
+    rank[[i for i in stop_ids if rank[i] >= 0]] = np.iinfo(np.int64).max
     ids = np.sort(np.argsort(-rank, kind="stable")[:size])  # stable: the lowest id on ties
     return tuple(ids.tolist()), float(counts[ids].sum() / counts.sum())
 

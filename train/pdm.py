@@ -22,7 +22,7 @@ import optax
 from spd_jax.commandline import run, say
 from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
 from spd_jax.models.distill import kept_states
-from spd_jax.models.draft import check_pair, grow_params, init_params
+from spd_jax.models.draft import check_grows, check_pair, grow_params, init_params
 from spd_jax.weights import LoadedTarget, load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train.checkpoint import has_checkpoint, restore_latest, save_state
@@ -32,7 +32,7 @@ from train.evaluate import describe_figures, evaluate, make_eval_step
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 from train.optimizer import learning_rate, make_optimizer
 from train.publish import save_run_head
-from train.record import read_draft, write_record
+from train.record import read_record, write_record
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
 from train.teacher import StateCache, Teacher
@@ -48,6 +48,7 @@ class Run:
     target: LoadedTarget
     target_params: Any  # on the device
     draft: DraftConfig
+    start: tuple[DraftConfig, Any] | None  # a head to begin from and its parameters
     corpus: Corpus
     heldout: Corpus | None
     started: float  # time.monotonic() at the start of the process
@@ -69,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if config.heldout_data:
         heldout = last_answers(read_data(config.heldout_data, config, target))
     with sole_writer(Path(config.workdir) / ".lock"):
-        draft = open_run(config, target, corpus)
+        config, draft, start = open_run(config, target, corpus)
         target_params = jax.device_put(target.params)
-        this = Run(config, target, target_params, draft, corpus, heldout, started)
+        this = Run(config, target, target_params, draft, start, corpus, heldout, started)
         state, n_steps = train(this)
     position = state.position
     if position < n_steps:
@@ -106,7 +107,7 @@ def train(this: Run) -> tuple[TrainState, int]:
         expected_alpha=config.expected_alpha,
     )
     teacher, judge = make_teacher(this, this.corpus), make_judge(this)
-    window, n_skipped, figures = MeanMetrics(), 0, None
+    window, n_skipped, judged = MeanMetrics(), 0, None
 
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest(this.started, config.max_minutes))
@@ -129,17 +130,18 @@ def train(this: Run) -> tuple[TrainState, int]:
                 progress.show(record)
             if judge and (position % config.eval_every == 0 or is_last):
                 figures = judge(state.params)
+                judged = position, figures
                 log.write({"step": position, "heldout": figures})
                 progress.say(f"held out at {position}  {describe_figures(figures)}")
                 window.restart_clock()
             if position % config.save_every == 0 or is_last:
-                save(this, state, figures)
+                save(this, state, judged)
                 saved = position
                 window.restart_clock()
         if stop.reason:
             progress.say(f"stopping: {stop.reason}")
         if position > saved:
-            save(this, state, figures)
+            save(this, state, judged)
     return state, n_steps
 
 
@@ -148,9 +150,10 @@ def starting_state(this: Run, optimizer: optax.GradientTransformation) -> TrainS
     config, checkpoints = this.config, this.workdir / "checkpoints"
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(this.target.config, this.draft, this.target_params, init_key)
-    if config.start_from is not None and not has_checkpoint(checkpoints):
-        start = read_start(config, this.target)
-        params = grow_params(this.draft, params, this.target_params, *start)
+    if this.start is not None:
+        params = grow_params(
+            this.target.config, this.draft, params, this.target_params, *this.start
+        )
     state = init_state(params, optimizer, train_key)
     return restore_latest(checkpoints, state) or state
 
@@ -174,25 +177,37 @@ def read_data(path: str, config: TrainConfig, target: LoadedTarget) -> Corpus:
     return corpus
 
 
-def open_run(config: TrainConfig, target: LoadedTarget, corpus: Corpus) -> DraftConfig:
-    """Returns the draft to train, of the run in `workdir` where there is one, and records it."""
-    workdir = Path(config.workdir)
+def open_run(
+    config: TrainConfig, target: LoadedTarget, corpus: Corpus
+) -> tuple[TrainConfig, DraftConfig, tuple[DraftConfig, Any] | None]:
+    """Returns the settings, the draft to train and the head to begin from, and records the run.
+
+    A run that is in `workdir` already goes on with its draft, from its last checkpoint.
+    """
+    workdir, start = Path(config.workdir), None
     draft = config.draft_config(target.config, None, target.sha256)
     if has_checkpoint(workdir / "checkpoints"):
-        draft, notes = read_draft(workdir, config, draft, corpus.sha256)
+        config, draft, notes = read_record(workdir, config, draft, corpus.sha256)
         for note in notes:
             say(f"note: {note}")
-    elif config.draft_vocab_size is not None:
-        among = None if config.start_from is None else read_start(config, target)[0].draft_ids
-        ids, mass = count_draft_ids(
-            corpus.rows, config.draft_vocab_size, target.config.vocab_size, target.stop_ids, among
-        )
-        say(f"{len(ids)} draft ids cover {mass:.2%} of the scored training ids")
-        draft = dataclasses.replace(draft, draft_ids=ids)
+    else:
+        start = None if config.start_from is None else read_start(config, target)
+        if config.draft_vocab_size is not None:
+            ids, mass = count_draft_ids(
+                corpus.rows,
+                config.draft_vocab_size,
+                target.config.vocab_size,
+                target.stop_ids,
+                among=None if start is None else start[0].draft_ids,
+            )
+            say(f"{len(ids)} draft ids cover {mass:.2%} of the scored training ids")
+            draft = dataclasses.replace(draft, draft_ids=ids)
     check_pair(target.config, draft)
+    if start is not None:
+        check_grows(target.config, draft, start[0])
     check_row_types(draft, target.config.n_layers)
     write_record(workdir, config, draft, corpus.sha256)
-    return draft
+    return config, draft, start
 
 
 def read_start(config: TrainConfig, target: LoadedTarget) -> tuple[DraftConfig, Any]:
@@ -248,10 +263,10 @@ def check_step(metrics: dict[str, Any], position: int, n_skipped: int) -> None:
         )
 
 
-def save(this: Run, state: TrainState, figures: dict[str, Any] | None) -> None:
+def save(this: Run, state: TrainState, judged: tuple[int, dict[str, Any]] | None) -> None:
     """Writes a head directory, then the checkpoint: where that exists the head does too."""
     heads, target = this.workdir / "heads", this.target.config
-    save_run_head(heads, state.position, this.config, this.draft, target, state.params, figures)
+    save_run_head(heads, state.position, this.config, this.draft, target, state.params, judged)
     save_state(this.workdir / "checkpoints", state, this.config.keep)
 
 

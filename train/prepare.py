@@ -26,6 +26,7 @@ import spd_jax
 from spd_jax import ConfigError, SamplingConfig, Target
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.prompts import read_prompts
+from spd_jax.requests import check_context
 from spd_jax.weights.files import file_sha256, one_line, sole_writer
 
 OWN_START = b'{"messages": '  # of every row written here
@@ -224,7 +225,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = spd_jax.load_target(config.target, config.dtype)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
-    prompts = [row.text for row in read_prompts(config.prompts)] if config.prompts else None
+    prompts = None
+    if config.prompts is not None:
+        rows = list(read_prompts(config.prompts))
+        prompts = [row.text for row in rows]
+        for row in rows:
+            ids = target.tokenizer.encode_chat(row.text)
+            name = f"{row.path}:{row.line}: prompt"
+            check_context(target, len(ids), config.answer_tokens, name, "answer_tokens")
     with sole_writer(config.out.with_name(f".{config.out.name}.lock")):
         write_rounds(target, config, prompts)
     return 0

@@ -20,14 +20,16 @@ def save_run_head(
     draft: DraftConfig,
     target: TargetConfig,
     params: Any,
-    figures: dict[str, Any] | None,
+    judged: tuple[int, dict[str, Any]] | None,
 ) -> None:
     """Writes directory/<position> in bfloat16 and removes all but the newest `config.keep`.
 
+    Args:
+      judged: the last held-out figures, and after how many batches they were taken.
     Raises:
       ConfigError: the disk refuses.
     """
-    card = model_card(position, config, draft, figures)
+    card = model_card(position, config, draft, judged)
     save_head(directory / str(position), draft, target, jax.device_get(params), card)
     numbered = sorted((int(p.name), p) for p in directory.iterdir() if p.name.isdecimal())
     for _, path in numbered[: -config.keep]:
@@ -35,7 +37,10 @@ def save_run_head(
 
 
 def model_card(
-    position: int, config: TrainConfig, draft: DraftConfig, figures: dict[str, Any] | None
+    position: int,
+    config: TrainConfig,
+    draft: DraftConfig,
+    judged: tuple[int, dict[str, Any]] | None,
 ) -> str:
     """Returns the card of a head (Markdown)."""
     n_ids = "all" if draft.draft_ids is None else len(draft.draft_ids)
@@ -49,11 +54,13 @@ def model_card(
     ]
     if config.start_from is not None:
         lines.append("- begun from the weights of an earlier head, not from the target's layers")
-    for group, rates in (figures or {}).items():
+    judged_at, figures = judged or (position, {})
+    when = "" if judged_at == position else f" at batch {judged_at}"
+    for group, rates in figures.items():
         lines.append(
-            f"- held out, {group}: agreement with the text {rates['agree_text']:.3f}, with the "
-            f"target's choice {rates['agree_target']:.3f} (mean over fills 1..N); 2-gram lookup "
-            f"{rates['lookup']:.3f}; {rates['n_scored']} positions"
+            f"- held out{when}, {group}: agreement with the text {rates['agree_text']:.3f}, with "
+            f"the target's choice {rates['agree_target']:.3f} (mean over fills 1..N); 2-gram "
+            f"lookup {rates['lookup']:.3f}; {rates['n_scored']} positions"
         )
     lines += ["", "The head fits this target's weights only; other weights are refused.", ""]
     return "\n".join(lines)

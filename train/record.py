@@ -37,16 +37,19 @@ def write_record(workdir: Path, config: TrainConfig, draft: DraftConfig, data_sh
         raise ConfigError(f"{workdir}: cannot write there ({error}); change workdir") from None
 
 
-def read_draft(
+def read_record(
     workdir: Path, config: TrainConfig, fresh: DraftConfig, data_sha256: str
-) -> tuple[DraftConfig, list[str]]:
-    """Reads the draft of a run to resume, and lists in lines what else differs.
+) -> tuple[TrainConfig, DraftConfig, list[str]]:
+    """Reads the record of a run to resume.
 
     Args:
       workdir: of the run.
       config: the settings now.
       fresh: the draft a new run would train, its ids aside.
       data_sha256: of the data now.
+    Returns:
+      The settings now with the head that the run began from, its draft, and lines about what else
+      differs.
     Raises:
       ConfigError: the settings ask for another draft than the record's.
     """
@@ -68,11 +71,13 @@ def read_draft(
     old, notes = fields.get("config", {}), []
     if fields.get("data_sha256") != data_sha256:
         notes.append("the training data differ from the run's so far; the new ones are used")
-    if config.start_from not in (None, old.get("start_from")):
+    began_from = old.get("start_from")
+    if config.start_from not in (None, began_from):
         notes.append("start_from is for a new run and is ignored: this one has begun")
+    config = dataclasses.replace(config, start_from=began_from)
     for name in ORDER_FIELDS + LOSS_FIELDS:
         before, now = old.get(name), getattr(config, name)
         if before != now:
             what = "batches come in another order" if name in ORDER_FIELDS else "this holds"
             notes.append(f"{name} was {before} and is {now}: {what} from here on")
-    return draft, notes
+    return config, draft, notes

@@ -5,7 +5,6 @@ target hidden states -> anchors -> PDM under the structural mask -> logits over 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig, as_ints
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.ops.linear import linear
@@ -57,7 +56,7 @@ def draft_outputs(
     pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
     blocks = pdm.all_blocks(draft.anchors)
     if not isinstance(fill, jax.core.Tracer):
-        fill = operator.index(fill)
+        (fill,) = as_ints("fill", [fill])
         if not 1 <= fill <= draft.n_stages:
             raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
         blocks = pdm.live_blocks(pipeline, draft.anchors, fill, mask_mode)

@@ -50,6 +50,25 @@ def all_blocks(anchors: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(range(len(anchors))))
 
 
+def seen_types(pipeline: PipelineConfig, anchors: tuple[int, ...], mode: str) -> np.ndarray:
+    """Returns int [N, M, N + 1]: as what row type a query sees an earlier token.
+
+    Entry [fill - 1, i, distance] is for a query of type i at its smallest depth d; farther tokens
+    are seen as at distance N. A token is seen as the type f(min(N, d + distance)). With `fill` < N
+    tokens in flight, older tokens are complete: mode "exact" takes the deepest type where d +
+    distance >= fill, as decoding does; mode "reference" where distance >= fill, as published.
+    """
+    if mode not in ("exact", "reference"):
+        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
+    n, deepest = pipeline.n_stages, len(anchors) - 1
+    fill = np.arange(1, n + 1)[:, None, None]
+    distance = np.arange(n + 1)
+    age = np.asarray(pipeline.min_depths(anchors))[:, None] + distance  # depth of the key token
+    complete = ((age if mode == "exact" else distance) >= fill) & (fill < n)
+    row_types = np.asarray(pipeline.row_types(anchors))
+    return np.where(complete, deepest, row_types[np.minimum(age, n)])
+
+
 def structural_mask(
     pipeline: PipelineConfig,
     anchors: tuple[int, ...],
@@ -58,17 +77,17 @@ def structural_mask(
     mode: str = "exact",
     blocks: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """Returns bool [K*T, K*T]: True where a query row sees a key row.
+    """Returns bool [K*T, K*T]: True where a query row sees a key row, by `seen_types`.
 
     `blocks` are the K row types to keep, in order; None: all M, deepest first.
     """
     kept = np.asarray(all_blocks(anchors) if blocks is None else blocks)
-    depth = jnp.asarray(np.asarray(pipeline.min_depths(anchors))[kept])[:, None, None]
+    types = jnp.asarray(seen_types(pipeline, anchors, mode)[:, kept])[fill - 1]  # [K, N + 1]
     time = jnp.arange(n_tokens)
-    distance = (time[:, None] - time[None, :])[None]  # [1, T, T]
-    seen_as = _seen_as(pipeline, anchors, depth, distance, fill, mode)  # [K, T, T]
-    seen = seen_as[:, :, None, :] == jnp.asarray(kept)[None, None, :, None]  # [K, T, K, T]
-    seen &= (distance >= 0)[:, :, None, :]
+    distance = time[:, None] - time[None, :]  # [T, T]
+    needed = types[:, jnp.clip(distance, 0, pipeline.n_stages)]  # [K, T, T]
+    seen = needed[:, :, None, :] == jnp.asarray(kept)[None, None, :, None]  # [K, T, K, T]
+    seen &= (distance >= 0)[None, :, None, :]
     return seen.reshape(len(kept) * n_tokens, len(kept) * n_tokens)
 
 
@@ -79,39 +98,13 @@ def live_blocks(
 
     Few tokens in flight leave the types between unseen: rows of those need not be computed.
     """
-    depths = pipeline.min_depths(anchors)
-    near = np.arange(pipeline.n_stages + 1)  # farther tokens are all complete
+    types = seen_types(pipeline, anchors, mode)[fill - 1]
     live, unseen = set(), {0}
-    with jax.ensure_compile_time_eval():  # which rows there are cannot depend on traced values
-        while unseen:
-            query = unseen.pop()
-            live.add(query)
-            seen_as = _seen_as(pipeline, anchors, depths[query], near, fill, mode)
-            unseen |= set(seen_as.tolist()) - live
+    while unseen:
+        query = unseen.pop()
+        live.add(query)
+        unseen |= set(types[query].tolist()) - live
     return tuple(i for i in all_blocks(anchors) if i in live)
-
-
-def _seen_as(
-    pipeline: PipelineConfig,
-    anchors: tuple[int, ...],
-    depth: jax.Array | int,
-    distance: jax.Array | np.ndarray,
-    fill: jax.Array | int,
-    mode: str,
-) -> jax.Array:
-    """The row type in which a query sees the token `distance` before its own.
-
-    A query at depth d sees it as the type f(min(N, d + distance)). With `fill` < N tokens in
-    flight, older tokens are complete: mode "exact" takes the deepest type where d + distance >=
-    fill, as decoding does; mode "reference" where distance >= fill, as published.
-    """
-    if mode not in ("exact", "reference"):
-        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
-    n, deepest = pipeline.n_stages, len(anchors) - 1
-    age = depth + jnp.asarray(distance)
-    complete = ((age if mode == "exact" else distance) >= fill) & (jnp.asarray(fill) < n)
-    row_types = jnp.asarray(pipeline.row_types(anchors))
-    return jnp.where(complete, deepest, row_types[jnp.clip(age, 0, n)])
 
 
 def forward(
@@ -196,6 +189,7 @@ def init_params(
 
 
 def grow_params(
+    target: TargetConfig,
     draft: DraftConfig,
     fresh: dict,
     target_params: dict,
@@ -212,21 +206,10 @@ def grow_params(
     Args:
       fresh: `init_params` of `draft`; start_config, start_params: the draft to begin from.
     Raises:
-      ConfigError: the two differ in more than layers, stage split and fewer draft ids.
+      ConfigError: as `check_grows`.
     """
-    for name in ("anchors", "d_ff", "feature_norm", "qk_norm", "head"):
-        ours, theirs = getattr(draft, name), getattr(start_config, name)
-        if ours != theirs:
-            raise ConfigError(
-                f"{name} must be that of the head to start from, {theirs}, got {ours}; change it "
-                "or start from another head"
-            )
+    check_grows(target, draft, start_config)
     n_new = draft.n_layers - start_config.n_layers
-    if n_new < 0:
-        raise ConfigError(
-            f"n_layers must be at least {start_config.n_layers}, as in the head to start from, "
-            f"got {draft.n_layers}"
-        )
     added = [
         _without_output(_copy_matching(layer, source))
         for layer, source in zip(
@@ -235,18 +218,38 @@ def grow_params(
     ]
     params = {"projs": start_params["projs"], "layers": [*added, *start_params["layers"]]}
     if draft.head == "own":
-        rows = start_params["lm_head"]["weight"]
-        theirs = np.asarray(start_config.draft_ids or range(len(rows)))
-        ours = np.asarray(draft.draft_ids or range(len(fresh["lm_head"]["weight"])))
-        n_unknown = len(np.setdiff1d(ours, theirs))
-        if n_unknown:
-            raise ConfigError(
-                f"draft ids must be among the {len(theirs)} of the head to start from, "
-                f"{n_unknown} of {len(ours)} are not; set draft_vocab_size to at most "
-                f"{len(theirs)}"
-            )
-        params["lm_head"] = {"weight": rows[np.searchsorted(theirs, ours)]}
+        ours, theirs = (known_ids(target, config) for config in (draft, start_config))
+        rows = np.searchsorted(theirs, ours)
+        params["lm_head"] = {"weight": start_params["lm_head"]["weight"][rows]}
     return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
+
+
+def known_ids(target: TargetConfig, draft: DraftConfig) -> np.ndarray:
+    """The sorted full-vocabulary ids that a draft can propose."""
+    return np.asarray(range(target.vocab_size) if draft.draft_ids is None else draft.draft_ids)
+
+
+def check_grows(target: TargetConfig, draft: DraftConfig, start: DraftConfig) -> None:
+    """Raises ConfigError where two drafts differ in more than layers, split and fewer draft ids."""
+    for name in ("anchors", "d_ff", "feature_norm", "qk_norm", "head"):
+        ours, theirs = getattr(draft, name), getattr(start, name)
+        if ours != theirs:
+            raise ConfigError(
+                f"{name} must be that of the head to start from, {theirs}, got {ours}; change it "
+                "or start from another head"
+            )
+    if draft.n_layers < start.n_layers:
+        raise ConfigError(
+            f"n_layers must be at least {start.n_layers}, as in the head to start from, got "
+            f"{draft.n_layers}"
+        )
+    ours, theirs = known_ids(target, draft), known_ids(target, start)
+    n_unknown = len(np.setdiff1d(ours, theirs))
+    if n_unknown:
+        raise ConfigError(
+            f"draft ids must be among the {len(theirs)} of the head to start from, {n_unknown} of "
+            f"{len(ours)} are not; set draft_vocab_size to at most {len(theirs)}"
+        )
 
 
 def anchor_scales(

@@ -51,7 +51,7 @@ def local_weights(spec: EngineSpec, target_params: dict, draft_params: dict) -> 
         target=None if spec.target.tied_embeddings else target_params["lm_head"]["weight"],
         target_ids=jnp.arange(spec.target.vocab_size, dtype=jnp.int32),
         draft=pdm.head_weight(spec.draft, draft_params, target_params) if own else None,
-        draft_ids=jnp.asarray(_draft_ids(spec)) if own else None,
+        draft_ids=jnp.asarray(pdm.known_ids(spec.target, spec.draft)) if own else None,
         norm_eps=spec.target.norm_eps,
     )
     return EngineWeights([*stages, list(draft_params["layers"])], draft_params["projs"], heads)
@@ -120,7 +120,7 @@ def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh
     own = spec.draft.head == "own" or spec.draft.draft_ids is not None
     draft, draft_table = None, None
     if own:
-        ids = _draft_ids(spec)
+        ids = pdm.known_ids(spec.target, spec.draft)
         draft_table = shard_ids(ids, n_ranks)
         if spec.draft.head == "own":
             source, rows = draft_params["lm_head"]["weight"], np.searchsorted(ids, draft_table)
@@ -170,11 +170,6 @@ def wasted_bytes(spec: EngineSpec, weights: EngineWeights) -> list[int]:
             total += sum(leaf.nbytes // leaf.shape[0] for k, leaf in slot.items() if k not in used)
         waste.append(total)
     return waste
-
-
-def _draft_ids(spec: EngineSpec) -> np.ndarray:
-    ids = spec.draft.draft_ids
-    return np.arange(spec.target.vocab_size) if ids is None else np.asarray(ids)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:

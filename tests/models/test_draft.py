@@ -227,7 +227,7 @@ def test_a_grown_draft_begins_as_the_smaller_one(target, hidden, make_params, fi
     large = dataclasses.replace(small, n_layers=3, draft_ids=(5, 60))
     trained = make_params(small)
     fresh = pdm.init_params(target.config, large, target.params, jax.random.key(0))
-    grown = pdm.grow_params(large, fresh, target.params, small, trained)
+    grown = pdm.grow_params(target.config, large, fresh, target.params, small, trained)
     everywhere = jnp.ones((1, N_TOKENS), bool)
     args = (hidden, everywhere, fill, "exact")
     want = distill.draft_outputs(target.config, small, trained, *args)
@@ -237,9 +237,8 @@ def test_a_grown_draft_begins_as_the_smaller_one(target, hidden, make_params, fi
     np.testing.assert_array_equal(head, old[jnp.array([1, 3])])  # ids 5 and 60
 
 
-def test_a_draft_of_another_kind_cannot_be_grown_from(target, make_params):
+def test_a_draft_of_another_kind_cannot_be_grown_from(target):
     small = DraftConfig((0, 2, 4, 6), n_stages=3, n_layers=2, draft_ids=(3, 5, 9, 60))
-    trained = make_params(small)
     for change, line in [
         ({"draft_ids": (3, 8)}, "among the 4 of .*, 1 of 2 are not; set .* to at most 4"),
         ({"draft_ids": None}, "among the 4 of .*, 60 of 64 are not"),
@@ -248,9 +247,8 @@ def test_a_draft_of_another_kind_cannot_be_grown_from(target, make_params):
         ({"n_layers": 1}, "n_layers must be at least 2, .* got 1"),
     ]:
         large = dataclasses.replace(small, **change)
-        fresh = pdm.init_params(target.config, large, target.params, jax.random.key(0))
         with pytest.raises(ConfigError, match=line):
-            pdm.grow_params(large, fresh, target.params, small, trained)
+            pdm.check_grows(target.config, large, small)
 
 
 def test_a_head_for_another_target_is_refused(config):

@@ -87,7 +87,7 @@ def draft_logits(shape, config, target_params, params, ids, newest, fill):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_drafts_are_what_the_definition_says(name, mode, comparison):
+def test_drafts_are_what_the_definition_says(name, mode):
     shape = SHAPES[name]
     n = len(shape.stage_layers)
     target = make_target(shape.n_layers, seed=n)

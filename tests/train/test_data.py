@@ -141,6 +141,7 @@ def test_draft_ids_are_the_most_frequent_scored_ids_and_the_stop_ids():
     assert filled == (0, 1, 3, 5, 9, 11) and mass == 1  # the lowest unseen ids fill up
     assert count_draft_ids(rows, 2, 12, (11,), among=(3, 5, 11)) == ((3, 11), 2 / 6)
     assert count_draft_ids(rows, 3, 12, (11,), among=(0, 3, 11)) == ((0, 3, 11), 2 / 6)
+    assert count_draft_ids(rows, 2, 12, (11,), among=(0, 3, 5)) == ((3, 5), 3 / 6)
     with pytest.raises(ConfigError, match="to the draft ids of start_from, 3, got 4"):
         count_draft_ids(rows, 4, 12, (11,), among=(3, 5, 11))
     for size in (0, 13):

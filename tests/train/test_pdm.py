@@ -15,13 +15,16 @@ import jax
 import numpy as np
 import pytest
 
-from spd_jax.config import ConfigError
+from spd_jax.config import ConfigError, DraftConfig
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train import pdm
+from train.config import parse_config
+from train.publish import model_card
 from train.stop import StopRequest
 
 ROOT = Path(__file__).parents[2]
+BEGUN = "begun from the weights of an earlier head"
 ROWS = [
     {
         "input_ids": np.random.default_rng(seed).integers(97, 123, 20 + seed % 12).tolist(),
@@ -123,11 +126,31 @@ def test_a_run_starts_from_a_head_and_may_add_a_layer(data, whole_run, tmp_path,
     assert after["all"]["loss"] == pytest.approx(before["all"]["loss"], rel=0.02)  # bfloat16
     head = tmp_path / "grown" / "heads" / "1"
     assert load_draft_file(head)[0].n_layers == 2
-    assert "begun from the weights of an earlier head" in (head / "README.md").read_text()
-    # Once begun, the run does not need that head, nor take another.
+    assert BEGUN in (head / "README.md").read_text()
+    # Once begun, the run does not need that head, nor take another; its card still tells.
     more = ("--start-from", str(tmp_path / "gone"), "--n-layers", "2", "--steps", "2")
     run_main([*argv(data, tmp_path / "grown", "--heldout-data", str(data)), *more])
     assert "start_from is for a new run" in capsys.readouterr().err
+    run_main([*argv(data, tmp_path / "grown"), "--n-layers", "2", "--steps", "3"])
+    assert BEGUN in (head.parent / "3" / "README.md").read_text()
+
+
+def test_a_run_that_began_from_the_target_says_nothing_else(data, whole_run, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(whole_run[0], workdir)
+    run_main([*argv(data, workdir, "--start-from", str(workdir / "heads" / "12")), "--steps", "13"])
+    assert BEGUN not in (workdir / "heads" / "13" / "README.md").read_text()
+
+
+def test_a_card_says_when_its_figures_were_taken():
+    config = parse_config("test", ["--config", "tiny_n4"])
+    draft = DraftConfig((0, 2), n_stages=2)
+    rates = {"agree_text": 0.5, "agree_target": 0.25, "lookup": 0.125, "n_scored": 7}
+    assert "held out, all: agreement with the text 0.500" in model_card(
+        9, config, draft, (9, {"all": rates})
+    )
+    assert "held out at batch 5, all" in model_card(9, config, draft, (5, {"all": rates}))
+    assert "held out" not in model_card(9, config, draft, None)
 
 
 def test_a_head_of_another_target_is_no_start(data, whole_run, tmp_path):
@@ -149,9 +172,9 @@ def test_only_one_process_trains_in_a_workdir(data, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("state_cache", ["False", "True"])
-def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, capsys, state_cache):
-    flags = argv(data, tmp_path, "--state-cache", state_cache)
+def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, capsys):
+    """It keeps the target's states on disk, which the other does not."""
+    flags = argv(data, tmp_path, "--state-cache", "True")
     for n_batches in (3, 4):  # stops after 3 and after 7 batches, both between two saves
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pdm, "StopRequest", StopAfter(n_batches))

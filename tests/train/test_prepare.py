@@ -101,6 +101,14 @@ def test_a_setting_that_cannot_be_is_one_line(fields, line, tmp_path):
         prepare.PrepareConfig(out=tmp_path / "rows.jsonl", **fields)
 
 
+def test_a_prompt_beyond_the_context_is_named_before_anything_is_written(tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in ("hi", "a" * 5000)))
+    with pytest.raises(ConfigError, match=r"prompts.jsonl:2: prompt .*; .* or lower answer_tokens"):
+        prepare.main(["--out", str(out), "--rows", "2", "--prompts", str(prompts), *FLAGS])
+    assert not out.exists()
+
+
 def test_prompts_come_from_a_file_in_order(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     system = {"role": "system", "content": "be brief"}
