@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -289,10 +289,13 @@ def draft_predictions(
 def _check_batch(target: Target, batch: dict[str, jax.Array]) -> None:
     """Raises ConfigError where a training batch is not what `pdm_loss` says."""
     names = ("input_ids", "attention_mask", "labels")
-    shapes = [np.shape(batch[name]) if name in batch else "none" for name in names]
+    given = batch if isinstance(batch, Mapping) else {}
+    shapes = [getattr(given.get(name), "shape", "none") for name in names]
     if len(set(shapes)) > 1 or len(shapes[0]) != 2:
         got = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
-        raise ConfigError(f"batch: expected {', '.join(names)} of one shape [B, T], got {got}")
+        raise ConfigError(
+            f"batch: expected arrays {', '.join(names)} of one shape [B, T], got {got}"
+        )
     if shapes[0][1] > target.config.max_context:
         raise ConfigError(
             f"batch: expected at most {target.config.max_context} tokens in a row (the context of "

@@ -38,7 +38,9 @@ def save_state(directory: Path, state: TrainState, keep: int) -> None:
 
 def has_checkpoint(directory: Path) -> bool:
     """Tells whether a save was completed there, readable or not."""
-    return directory.is_dir() and any(path.name.isdecimal() for path in directory.iterdir())
+    return directory.is_dir() and any(
+        path.is_dir() and path.name.isdecimal() for path in directory.iterdir()
+    )
 
 
 def restore_latest(directory: Path, like: TrainState) -> TrainState | None:
@@ -63,7 +65,7 @@ def restore_latest(directory: Path, like: TrainState) -> TrainState | None:
                 continue
             key = jax.random.wrap_key_data(plain.key, impl=jax.random.key_impl(like.key))
             return dataclasses.replace(plain, key=key)
-    if steps:
+    if has_checkpoint(directory):
         raise ConfigError(f"{directory}: no checkpoint is readable; give a new workdir")
     return None
 

@@ -191,6 +191,8 @@ def open_run(
         for note in notes:
             say(f"note: {note}")
     else:
+        if (workdir / "run.json").exists():
+            say(f"note: the run in {workdir} has no checkpoint; it starts anew")
         start = None if config.start_from is None else read_start(config, target)
         if config.draft_vocab_size is not None:
             ids, mass = count_draft_ids(

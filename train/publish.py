@@ -22,7 +22,7 @@ def save_run_head(
     params: Any,
     judged: tuple[int, dict[str, Any]] | None,
 ) -> None:
-    """Writes directory/<position> in bfloat16 and removes all but the newest `config.keep`.
+    """Writes directory/<position> in bfloat16; of those up to it, the newest `config.keep` stay.
 
     Args:
       judged: the last held-out figures, and after how many batches they were taken.
@@ -32,7 +32,8 @@ def save_run_head(
     card = model_card(position, config, draft, judged)
     save_head(directory / str(position), draft, target, jax.device_get(params), card)
     numbered = sorted((int(p.name), p) for p in directory.iterdir() if p.name.isdecimal())
-    for _, path in numbered[: -config.keep]:
+    older = [path for number, path in numbered if number <= position]
+    for path in older[: -config.keep]:
         shutil.rmtree(path)
 
 

@@ -54,6 +54,12 @@ def read_record(
       ConfigError: the settings ask for another draft than the record's.
     """
     fields = read_json(workdir / NAME)
+    for name in ("config", "draft"):
+        if not isinstance(fields.get(name), dict):
+            raise ConfigError(
+                f"{workdir / NAME}: {name} must be an object, got {fields.get(name)!r:.60}; give a "
+                "new workdir"
+            )
     draft = from_fields(DraftConfig, fields.get("draft", {}), str(workdir / NAME))
     for field in dataclasses.fields(DraftConfig):
         before, now = getattr(draft, field.name), getattr(fresh, field.name)

@@ -142,6 +142,38 @@ def test_a_run_that_began_from_the_target_says_nothing_else(data, whole_run, tmp
     assert BEGUN not in (workdir / "heads" / "13" / "README.md").read_text()
 
 
+def test_a_run_without_its_checkpoints_starts_anew_and_keeps_its_heads(
+    data, whole_run, tmp_path, capsys
+):
+    workdir = tmp_path / "run"
+    shutil.copytree(whole_run[0], workdir)
+    shutil.rmtree(workdir / "checkpoints")
+    run_main([*argv(data, workdir), "--steps", "1", "--save-every", "1", "--keep", "1"])
+    assert "has no checkpoint; it starts anew" in capsys.readouterr().err
+    assert (workdir / "heads" / "1" / "model.safetensors").is_file()
+    assert (workdir / "heads" / "12").is_dir()  # of a longer run: not ours to remove
+
+
+def test_checkpoints_that_cannot_be_read_are_not_passed_over(data, whole_run, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(whole_run[0], workdir)
+    for path in (workdir / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    (workdir / "checkpoints" / "7").mkdir()
+    with pytest.raises(ConfigError, match="no checkpoint is readable; give a new workdir"):
+        pdm.main(argv(data, workdir))
+
+
+@pytest.mark.parametrize("change", [{"config": []}, {"draft": None}])
+def test_a_damaged_record_is_one_line(data, whole_run, tmp_path, change):
+    workdir = tmp_path / "run"
+    shutil.copytree(whole_run[0], workdir)
+    record = json.loads((workdir / "run.json").read_text())
+    (workdir / "run.json").write_text(json.dumps(record | change))
+    with pytest.raises(ConfigError, match="run.json: .* must be an object, got"):
+        pdm.main(argv(data, workdir))
+
+
 def test_a_card_says_when_its_figures_were_taken():
     config = parse_config("test", ["--config", "tiny_n4"])
     draft = DraftConfig((0, 2), n_stages=2)
