@@ -101,7 +101,7 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """Geometry of a target model of the llama family."""
+    """Geometry of a dense target model: llama, or Qwen3 with `qk_norm`."""
 
     vocab_size: int  # V
     d_model: int  # D

@@ -42,8 +42,8 @@ class TrainConfig:
     """Ids the draft can propose, the most frequent of the training data. None: all."""
     feature_norm: Literal["rms", "none"] = "rms"
     """rms: each anchor is normalised per token before it is projected."""
-    qk_norm: bool = False
-    """Per-head RMSNorm of queries and keys in the draft's layers."""
+    qk_norm: bool | None = None
+    """Per-head RMSNorm of queries and keys in the draft's layers. None: as the target has it."""
     head: Literal["own", "target"] = "own"
     """own: a trained head; target: the target's frozen rows, not stored with the draft."""
     start_from: str | None = None
@@ -131,7 +131,7 @@ class TrainConfig:
             n_stages=self.n_stages,
             n_layers=self.n_layers,
             feature_norm=self.feature_norm,
-            qk_norm=self.qk_norm,
+            qk_norm=target.qk_norm if self.qk_norm is None else self.qk_norm,
             head=self.head,
             draft_ids=draft_ids,
             target_sha256=target_sha256,

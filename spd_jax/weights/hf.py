@@ -1,4 +1,4 @@
-"""Reads HF llama directories (config.json + safetensors, one file or shards) with numpy only.
+"""Reads HF directories (config.json + safetensors, one file or shards) with numpy only.
 
 `write_target` writes one such directory, for tests and for tools that want tiny models.
 """
@@ -29,7 +29,7 @@ def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
     """Reads an HF directory into a target, one tensor at a time.
 
     Raises:
-      ConfigError: not a llama we run, or a file or tensor is missing, cut short or misshapen.
+      ConfigError: not a model we run, or a file or tensor is missing, cut short or misshapen.
     """
     directory, to = Path(directory), run_dtype(dtype)
     config_path = directory / "config.json"
@@ -47,7 +47,9 @@ def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
 
     params = keymaps.read_target(config, "hf", keymaps.HF_LAYER_PREFIX, take)
     if left:
-        raise ConfigError(f"{weights_path}: unsupported tensor {min(left)}; use a plain llama")
+        raise ConfigError(
+            f"{weights_path}: unsupported tensor {min(left)}; use a plain {config.model_type}"
+        )
     tokenizer = tokenizer_from_directory(directory)
     sha256 = _weights_sha256({file.path for file in files.values()}, weights_path)
     stop_ids = _stop_ids(directory, hf, tokenizer, config.vocab_size)

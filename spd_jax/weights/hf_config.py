@@ -1,10 +1,10 @@
-"""An HF llama config.json <-> TargetConfig; what we do not run is an error that names it."""
+"""An HF config.json <-> TargetConfig; what we do not run is an error that names it."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spd_jax.config import ConfigError, Llama3Scaling, TargetConfig
 
@@ -18,8 +18,24 @@ _SIZES = {
 }
 
 
+class Family(NamedTuple):
+    """What a model_type implies."""
+
+    architecture: str
+    qk_norm: bool = False
+    head_dim: int | None = None  # where the config has none; None: d_model / n_heads
+    windowed: bool = True  # a sliding_window counts unless use_sliding_window is false
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128, windowed=False),
+}
+_KNOWN = " or ".join(map(repr, FAMILIES))
+
+
 def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
-    """Returns the TargetConfig of an HF llama config.
+    """Returns the TargetConfig of an HF config of one of FAMILIES.
 
     Args:
       hf: config.json of old (rope_theta, rope_scaling) or new (rope_parameters) style.
@@ -27,8 +43,10 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
     Raises:
       ConfigError: another model type, or a feature that we do not run.
     """
-    if hf.get("model_type") != "llama":
-        raise ConfigError(f"{path}: model_type must be 'llama', got {hf.get('model_type')!r}")
+    model_type = hf.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ConfigError(f"{path}: model_type must be {_KNOWN}, got {model_type!r}")
     theta, rope = _rope(hf, path)
     layer_types = hf.get("layer_types") or []
     if not isinstance(layer_types, list):
@@ -37,7 +55,8 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
-        "sliding_window": hf.get("sliding_window") is not None,
+        "sliding_window": hf.get("sliding_window") is not None
+        and hf.get("use_sliding_window", family.windowed),
         "layer_types": any(kind != "full_attention" for kind in layer_types),
         "partial_rotary_factor": hf.get("partial_rotary_factor") not in (None, 1, 1.0),
         "quantization_config": hf.get("quantization_config") is not None,
@@ -48,7 +67,7 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
             value = value if len(value) < 60 else "..."
             raise ConfigError(f"{path}: {name} = {value} is not supported")
     sizes = {ours: _int(hf, theirs, path) for ours, theirs in _SIZES.items()}
-    default_head_dim = sizes["d_model"] // sizes["n_heads"]
+    default_head_dim = family.head_dim or sizes["d_model"] // sizes["n_heads"]
     try:
         return TargetConfig(
             **sizes,
@@ -58,13 +77,15 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
             rope_theta=theta,
             rope_scaling=rope,
             tied_embeddings=_bool(hf, "tie_word_embeddings", path),
+            qk_norm=family.qk_norm,
+            model_type=model_type,
         )
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
 def config_to_hf(config: TargetConfig) -> dict[str, Any]:
-    """Returns a config.json that transformers' LlamaForCausalLM and `config_from_hf` read."""
+    """Returns a config.json that transformers' class of the family and `config_from_hf` read."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_scaling is not None:
         scaling = config.rope_scaling
@@ -76,7 +97,7 @@ def config_to_hf(config: TargetConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_position,
         }
     return {
-        "architectures": ["LlamaForCausalLM"],
+        "architectures": [FAMILIES[config.model_type].architecture],
         "model_type": config.model_type,
         **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.n_kv_heads,

@@ -1,5 +1,6 @@
 """Small random targets, and a decoder in plain float64 numpy that others are compared with."""
 
+import functools
 import types
 
 import jax
@@ -56,8 +57,9 @@ def make_target():
 
 
 @pytest.fixture(scope="session")
-def golden_target(golden) -> Target:
-    return spd_jax.load_target(str(golden / "llama" / "target"))
+def golden_target(golden):
+    """Family -> its golden target."""
+    return functools.cache(lambda family: spd_jax.load_target(golden / family / "target"))
 
 
 @pytest.fixture(scope="session")

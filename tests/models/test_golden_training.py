@@ -18,6 +18,8 @@ from spd_jax.models.bundle import Target
 from spd_jax.weights import keymaps, load_draft_file
 
 NEAR = {"rtol": 0, "atol": 1e-4}
+HEADS = [f"{family}/n{n}" for family in ("llama", "qwen3") for n in (2, 4, 8)]
+HEADS += ["qwen3/n4_draft_vocab192"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +80,17 @@ class Case:
         return dict(keymaps.write_draft(self.draft, tree, *names, sizes))
 
 
-@pytest.fixture(scope="module", params=[2, 4, 8], ids="n{}".format)
+@pytest.fixture(scope="module", params=HEADS)
 def case(request, golden, golden_target) -> Case:
-    folder = golden / "llama" / f"n{request.param}"
+    folder = golden / request.param
+    target = golden_target(folder.parent.name)
     draft, params, _ = load_draft_file(folder)
-    pdm.check_pair(golden_target.config, draft)
+    pdm.check_pair(target.config, draft)
     params = jax.tree.map(jnp.asarray, params)
     want = np.load(folder / "train_forward.npz")
-    assert draft.n_stages == request.param
+    assert folder.name.removesuffix("_draft_vocab192") == f"n{draft.n_stages}"
     assert want["fills"].tolist() == list(range(1, draft.n_stages + 1))
-    return Case(golden_target, draft, params, want)
+    return Case(target, draft, params, want)
 
 
 def test_depths_and_types_are_the_references(case):

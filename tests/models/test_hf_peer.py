@@ -1,4 +1,4 @@
-"""Random tiny llamas give the logits and the greedy text of HF transformers."""
+"""Random tiny targets give the logits and the greedy text of HF transformers."""
 
 import dataclasses
 
@@ -18,18 +18,19 @@ VARIANTS = {
     "untied, one kv head": {"n_kv_heads": 1, "norm_eps": 1e-3},
     "untied, llama3 rope": {"rope_scaling": Llama3Scaling(8.0, 1.0, 4.0, 64), "rope_theta": 5e5},
     "tied, wide heads": {"tied_embeddings": True, "n_kv_heads": 4, "head_dim": 16, "d_ff": 80},
+    "qwen3": {"model_type": "qwen3", "qk_norm": True, "head_dim": 16, "rope_theta": 1e6},
 }
 
 
 @pytest.fixture(params=VARIANTS)
 def pair(request, tmp_path, config, make_target):
     """A target of ours and HF's model of the same directory."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     seed = list(VARIANTS).index(request.param)
     target = make_target(dataclasses.replace(config, **VARIANTS[request.param]), seed)
     write_target(tmp_path, target.config, target.params)
-    hf = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     return spd_jax.load_target(str(tmp_path)), hf
 
 

@@ -54,13 +54,14 @@ def assert_greedy(naive, target, prompt_ids: list[int], new_ids: list[int]) -> i
     return int(np.sum(chosen < best))
 
 
-def test_greedy_text_is_that_of_hf(golden, golden_target):
-    cases = json.loads((golden / "llama" / "ar_greedy.json").read_text())["cases"]
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_text_is_that_of_hf(family, golden, golden_target):
+    cases = json.loads((golden / family / "ar_greedy.json").read_text())["cases"]
     assert cases
     for limit in {case["max_new_tokens"] for case in cases}:
         group = [case for case in cases if case["max_new_tokens"] == limit]
         prompts = [case["prompt"] for case in group]
-        results = spd_jax.generate(golden_target, prompts, max_new_tokens=limit)
+        results = spd_jax.generate(golden_target(family), prompts, max_new_tokens=limit)
         assert tokens(results) == [case["generated_ids"] for case in group]
 
 

@@ -1,5 +1,6 @@
 """Decoding with golden heads: ids, flags, cycles, and every row that the draft module was fed."""
 
+import functools
 import json
 
 import jax
@@ -19,7 +20,18 @@ from tests.pipeline.stepping import start
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEAR = {"rtol": 0, "atol": 1e-4}
-RUNS = [(2, "virtual"), (4, "virtual"), (4, "sharded"), (8, "virtual")]
+RUNS = [
+    ("llama/n2", "virtual"),
+    ("llama/n4", "virtual"),
+    ("llama/n4", "sharded"),
+    ("llama/n8", "virtual"),
+    ("qwen3/n2", "virtual"),
+    ("qwen3/n4", "sharded"),
+    ("qwen3/n8", "virtual"),
+    ("qwen3/n4_draft_vocab192", "virtual"),
+]
+EDGES = [run for run in RUNS if run[0] != "qwen3/n4_draft_vocab192"]  # it has none
+TRACES = list(dict.fromkeys(head for head, _ in RUNS))
 
 
 @pytest.fixture(autouse=True)
@@ -29,19 +41,18 @@ def one_bucket(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def llama(golden):
-    return golden / "llama"
+def load(golden):
+    """Head -> its folder, the golden target and draft module; one object each: engines are kept."""
+    load_target = functools.cache(lambda folder: spd_jax.load_target(folder / "target"))
 
+    @functools.cache
+    def load(head: str):
+        folder = golden / head
+        target = load_target(folder.parent)
+        draft = spd_jax.load_draft(folder / "head.safetensors", target)
+        return folder, target, draft
 
-@pytest.fixture(scope="module")
-def target(llama):
-    return spd_jax.load_target(llama / "target")
-
-
-@pytest.fixture(scope="module")
-def load(llama, target):
-    """N -> the golden draft module; one object each, so that its engines are kept."""
-    return {n: spd_jax.load_draft(llama / f"n{n}" / "head.safetensors", target) for n in (2, 4, 8)}
+    return load
 
 
 def read_cases(path) -> list[dict]:
@@ -50,16 +61,17 @@ def read_cases(path) -> list[dict]:
     return [c for c in cases if c["draft_top_k"] == 1 and "exception" not in c]
 
 
-@pytest.mark.parametrize(("n", "mode"), RUNS)
-def test_greedy_runs(n, mode, llama, target, load):
+@pytest.mark.parametrize(("head", "mode"), RUNS)
+def test_greedy_runs(head, mode, load):
     """The text is also that of HF transformers, as `ar_greedy.json` has it."""
-    prompts = json.loads((llama / "ar_greedy.json").read_text())["cases"]
-    cases = [c for c in read_cases(llama / f"n{n}" / "decode_greedy.json") if c["use_deepest"]]
+    folder, target, draft = load(head)
+    prompts = json.loads((folder.parent / "ar_greedy.json").read_text())["cases"]
+    cases = [c for c in read_cases(folder / "decode_greedy.json") if c["use_deepest"]]
     assert len(cases) >= 4
     for case in cases:
         result = spd_jax.decode(
             target,
-            load[n],
+            draft,
             prompts[case["prompt_idx"]]["prompt"],
             max_new_tokens=len(case["generated_ids"]),
             stop_ids=(),
@@ -72,17 +84,18 @@ def test_greedy_runs(n, mode, llama, target, load):
         assert result.cycles == case["decode_steps"]
 
 
-@pytest.mark.parametrize(("n", "mode"), RUNS)
-def test_edge_cases(n, mode, llama, target, load):
+@pytest.mark.parametrize(("head", "mode"), EDGES)
+def test_edge_cases(head, mode, load):
     """Short limits and prompts, and an end id wherever it comes."""
+    folder, target, draft = load(head)
     kinds = set()
-    for case in read_cases(llama / f"n{n}" / "decode_edge.json"):
+    for case in read_cases(folder / "decode_edge.json"):
         if not case.get("verify", True):
             continue  # unverified drafts: not what decode gives
         stop_ids = [case["eos_token_id"]] if "eos_token_id" in case else ()
         result = spd_jax.decode(
             target,
-            load[n],
+            draft,
             case["prompt"],
             max_new_tokens=case["max_new_tokens"],
             stop_ids=stop_ids,
@@ -91,7 +104,7 @@ def test_edge_cases(n, mode, llama, target, load):
         assert result.stats.mode == mode
         assert result.tokens == case["expected_ar"]
         assert result.finish_reason == ("stop" if stop_ids else "length")
-        assert result.cycles == expected_cycles(n, result.accepted)
+        assert result.cycles == expected_cycles(draft.config.n_stages, result.accepted)
         if case["use_deepest"]:
             assert result.accepted == [flag == 1 for flag in case["token_acceptance"]]
             assert result.cycles == case["decode_steps"]
@@ -99,15 +112,17 @@ def test_edge_cases(n, mode, llama, target, load):
     assert len(kinds) >= 7
 
 
-@pytest.mark.parametrize("n", [2, 4, 8])
-def test_every_row_the_draft_module_reads(n, llama, target, load, monkeypatch):
+@pytest.mark.parametrize("head", TRACES)
+def test_every_row_the_draft_module_reads(head, load, monkeypatch):
     """The reference's window holds N or more rows; ours the in-flight ones and one completed.
 
     Its older rows are of completed tokens: ours of an earlier cycle, or of the prompt.
     """
-    want = np.load(llama / f"n{n}" / "pdm_trace_deepest.npz")
+    folder, target, draft_module = load(head)
+    n = draft_module.config.n_stages
+    want = np.load(folder / "pdm_trace_deepest.npz")
     prompt, n_new = want["prompt"].tolist(), len(want["generated_ids"])
-    run = start(target, load[n], [prompt], n_new, "virtual")
+    run = start(target, draft_module, [prompt], n_new, "virtual")
     spec, weights = run.engine.spec, run.engine.weights
 
     fed = {}

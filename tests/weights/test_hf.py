@@ -209,6 +209,25 @@ def test_an_unreachable_hub_is_one_line(refused, monkeypatch):
         load_target_files("owner/name")
 
 
+def test_the_golden_qwen3_is_read(golden, tmp_path):
+    path = golden / "qwen3" / "target"
+    hf, target = json.loads((path / "config.json").read_text()), load_target_files(path)
+    assert (target.config.model_type, target.config.qk_norm) == ("qwen3", True)
+    assert not target.config.tied_embeddings and target.config.rope_scaling is None
+    assert target.params["layers"][0]["attn"]["q_norm"]["weight"].shape == (hf["head_dim"],)
+    write_target(tmp_path / "again", target.config, target.params)
+    assert load_target_files(tmp_path / "again").config == target.config
+
+
+def test_what_qwen3_leaves_out_is_as_in_transformers(config, tmp_path, refused):
+    fields = config_to_hf(dataclasses.replace(config, model_type="qwen3", qk_norm=True))
+    del fields["head_dim"]
+    assert config_from_hf(fields, tmp_path).head_dim == 128
+    assert config_from_hf(fields | {"sliding_window": 64}, tmp_path)  # use_sliding_window is false
+    with refused("sliding_window = 64 is not supported"):
+        config_from_hf(fields | {"sliding_window": 64, "use_sliding_window": True}, tmp_path)
+
+
 def test_golden_target_is_read(golden):
     path = golden / "llama" / "target"
     hf, target = json.loads((path / "config.json").read_text()), load_target_files(path)
