@@ -32,6 +32,7 @@ from train.evaluate import describe_figures, evaluate, make_eval_step
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 from train.optimizer import learning_rate, make_optimizer
 from train.publish import save_run_head
+from train.record import NAME as RECORD_NAME
 from train.record import read_record, write_record
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
@@ -191,7 +192,7 @@ def open_run(
         for note in notes:
             say(f"note: {note}")
     else:
-        if (workdir / "run.json").exists():
+        if (workdir / RECORD_NAME).exists():
             say(f"note: the run in {workdir} has no checkpoint; it starts anew")
         start = None if config.start_from is None else read_start(config, target)
         if config.draft_vocab_size is not None:

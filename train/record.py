@@ -60,7 +60,7 @@ def read_record(
                 f"{workdir / NAME}: {name} must be an object, got {fields.get(name)!r:.60}; give a "
                 "new workdir"
             )
-    draft = from_fields(DraftConfig, fields.get("draft", {}), str(workdir / NAME))
+    draft = from_fields(DraftConfig, fields["draft"], str(workdir / NAME))
     for field in dataclasses.fields(DraftConfig):
         before, now = getattr(draft, field.name), getattr(fresh, field.name)
         if field.name != "draft_ids" and before != now:
@@ -74,7 +74,7 @@ def read_record(
             f"the run in {workdir} has draft_vocab_size {n_ids}, the settings say "
             f"{config.draft_vocab_size}; change it back or give a new workdir"
         )
-    old, notes = fields.get("config", {}), []
+    old, notes = fields["config"], []
     if fields.get("data_sha256") != data_sha256:
         notes.append("the training data differ from the run's so far; the new ones are used")
     began_from = old.get("start_from")

@@ -1,10 +1,8 @@
 """Cycles follow from what was rejected, and the figures of a result from both."""
 
-import numpy as np
 import pytest
 
 import spd_jax
-from tests.expected import expected_cycles
 from tests.pipeline.conftest import MESHES
 from tests.random_models import full_config, make_draft, make_prompt, make_target
 
@@ -86,6 +84,6 @@ def test_no_cycle_where_the_first_token_ends_it(n, n_layers, mode):
 
 def test_accept_length_in_the_long_run():
     """tau -> N / (1 + (N-1)(1-alpha)): the first fill is all that a short run adds."""
-    flags = [True, *(np.random.default_rng(0).random(500) < 0.6).tolist()]
-    alpha, tau = np.mean(flags[1:]), 4 * len(flags) / expected_cycles(4, flags)
-    assert tau == pytest.approx(4 / (1 + 3 * (1 - alpha)), rel=0.01)
+    result = decode(4, 4, "virtual", "even", n_new=500)
+    assert 0.2 < result.stats.alpha < 0.8
+    assert result.stats.tau == pytest.approx(4 / (1 + 3 * (1 - result.stats.alpha)), rel=0.01)

@@ -204,9 +204,9 @@ def test_only_one_process_trains_in_a_workdir(data, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, capsys):
-    """It keeps the target's states on disk, which the other does not."""
-    flags = argv(data, tmp_path, "--state-cache", "True")
+@pytest.mark.parametrize("state_cache", ["False", "True"])
+def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, capsys, state_cache):
+    flags = argv(data, tmp_path, "--state-cache", state_cache)
     for n_batches in (3, 4):  # stops after 3 and after 7 batches, both between two saves
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pdm, "StopRequest", StopAfter(n_batches))
