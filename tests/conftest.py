@@ -1,9 +1,12 @@
-"""Set before jax starts: nine virtual CPU devices, and quick compiling.
+"""Set before jax starts: nine virtual CPU devices, and compiling that is quick and done once.
 
 The environment is set rather than jax.config, so that the processes that tests start get them too.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,11 @@ FLAGS = (
 
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs that several files or processes compile are compiled once and shared over a folder.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="spd-compiled-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
