@@ -11,7 +11,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 
 class ConfigError(ValueError):
@@ -55,6 +55,16 @@ def _check_counts(config: Any, *names: str, least: int = 1) -> None:
 def _is_number(value: Any) -> bool:
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return is_real and math.isfinite(value)
+
+
+def _check_draft_ids(ids: tuple[int, ...] | None) -> None:
+    if ids is None:
+        return
+    _require(len(ids) >= 1, "draft_ids must name at least one id")
+    _require(
+        ids[0] >= 0 and all(x < y for x, y in zip(ids, ids[1:], strict=False)),
+        "draft_ids must be sorted, unique and not negative",
+    )
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -179,13 +189,56 @@ class DraftConfig:
         _require(
             self.head in ("own", "target"), f"head must be 'own' or 'target', got {self.head!r}"
         )
-        ids = self.draft_ids
-        if ids is not None:
-            _require(len(ids) >= 1, "draft_ids must name at least one id")
-            _require(
-                ids[0] >= 0 and all(x < y for x, y in zip(ids, ids[1:], strict=False)),
-                "draft_ids must be sorted, unique and not negative",
-            )
+        _check_draft_ids(self.draft_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class V10DraftConfig:
+    """A draft module of the reference implementation's version 10: loaded and scored only.
+
+    The class attributes are settings of `DraftConfig` that have one value here.
+    """
+
+    qk_norm: ClassVar[bool] = True
+    head: ClassVar[str] = "own"
+    target_sha256: ClassVar[None] = None
+
+    row_anchors: tuple[tuple[int, ...], ...]  # hidden-state indices of rows of depth N, ..., 1, 0
+    n_layers: int  # L_s
+    d_ff: int  # F
+    draft_ids: tuple[int, ...] | None = None  # sorted full-vocabulary ids; None: all V
+
+    def __post_init__(self) -> None:
+        rows = tuple(as_ints("each of row_anchors", row) for row in self.row_anchors)
+        object.__setattr__(self, "row_anchors", rows)
+        _require(len(rows) >= 3, f"n_stages must be at least 2, got {len(rows) - 1}")
+        _require(all(rows), "row_anchors must name at least one hidden state for every row")
+        least = min(min(row) for row in rows)
+        _require(least >= 0, f"row_anchors must be hidden-state indices from 0 on, got {least}")
+        _check_counts(self, "n_layers", "d_ff")
+        _check_draft_ids(self.draft_ids)
+
+    @property
+    def n_stages(self) -> int:
+        """N."""
+        return len(self.row_anchors) - 1
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        """Every hidden-state index that is read, sorted."""
+        return tuple(sorted({b for row in self.row_anchors for b in row}))
+
+
+AnyDraftConfig = DraftConfig | V10DraftConfig
+
+
+def refuse_v10(config: AnyDraftConfig, name: str, deed: str) -> None:
+    """Raises ConfigError for a version 10 head, which cannot be what `deed` says."""
+    _require(
+        not isinstance(config, V10DraftConfig),
+        f"{name}: a v10 head of the reference implementation can be loaded and scored (pdm_loss) "
+        f"but not {deed}; use a v11 head, or train one (train.pdm)",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

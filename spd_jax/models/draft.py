@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.config import AnyDraftConfig, ConfigError, DraftConfig, PipelineConfig, TargetConfig
 from spd_jax.models import target as model
 from spd_jax.models.aggregate import normalise, replicate_sequence
 from spd_jax.models.layers import DecoderLayer
@@ -26,7 +26,7 @@ def layer_config(target: TargetConfig, draft: DraftConfig) -> TargetConfig:
     return dataclasses.replace(target, d_ff=d_ff, qk_norm=draft.qk_norm, n_layers=draft.n_layers)
 
 
-def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
+def check_pair(target: TargetConfig, draft: AnyDraftConfig) -> None:
     """Raises ConfigError where a draft cannot belong to a target."""
     if draft.n_layers > target.n_layers:
         raise ConfigError(
@@ -58,8 +58,7 @@ def seen_types(pipeline: PipelineConfig, anchors: tuple[int, ...], mode: str) ->
     tokens in flight, older tokens are complete: mode "exact" takes the deepest type where d +
     distance >= fill, as decoding does; mode "reference" where distance >= fill, as published.
     """
-    if mode not in ("exact", "reference"):
-        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
+    check_mask_mode(mode)
     n, deepest = pipeline.n_stages, len(anchors) - 1
     fill = np.arange(1, n + 1)[:, None, None]
     distance = np.arange(n + 1)
@@ -67,6 +66,12 @@ def seen_types(pipeline: PipelineConfig, anchors: tuple[int, ...], mode: str) ->
     complete = ((age if mode == "exact" else distance) >= fill) & (fill < n)
     row_types = np.asarray(pipeline.row_types(anchors))
     return np.where(complete, deepest, row_types[np.minimum(age, n)])
+
+
+def check_mask_mode(mode: str) -> None:
+    """Raises ConfigError where a mask_mode is unknown."""
+    if mode not in ("exact", "reference"):
+        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
 
 
 def structural_mask(
@@ -137,7 +142,7 @@ def forward(
     return out
 
 
-def head_weight(draft: DraftConfig, params: dict, target_params: dict) -> jax.Array:
+def head_weight(draft: AnyDraftConfig, params: dict, target_params: dict) -> jax.Array:
     """The draft head [W, D]: trained, or the target's rows of the draft ids, frozen."""
     if draft.head == "own":
         return params["lm_head"]["weight"]
@@ -146,7 +151,7 @@ def head_weight(draft: DraftConfig, params: dict, target_params: dict) -> jax.Ar
 
 
 def logits(
-    target: TargetConfig, draft: DraftConfig, params: dict, target_params: dict, x: jax.Array
+    target: TargetConfig, draft: AnyDraftConfig, params: dict, target_params: dict, x: jax.Array
 ) -> jax.Array:
     """Returns float32 logits [..., W] over the draft ids of PDM outputs [..., D]."""
     weight = head_weight(draft, params, target_params)
@@ -224,7 +229,7 @@ def grow_params(
     return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
 
 
-def known_ids(target: TargetConfig, draft: DraftConfig) -> np.ndarray:
+def known_ids(target: TargetConfig, draft: AnyDraftConfig) -> np.ndarray:
     """The sorted full-vocabulary ids that a draft can propose."""
     return np.asarray(range(target.vocab_size) if draft.draft_ids is None else draft.draft_ids)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spd_jax.config import DraftConfig, TargetConfig
+from spd_jax.config import DraftConfig, TargetConfig, V10DraftConfig
 
 
 class Leaf(NamedTuple):
@@ -57,6 +57,8 @@ ROPE_FREQS = "rope_freqs.weight"  # GGUF: per-frequency divisors of llama3 scali
 
 # Draft heads: (projection of row type i, layer i, head)
 REFERENCE_PROJ, REFERENCE_LAYER_PREFIX = "aggr_projs.{i}", "spec_layers.{i}."
+V10_PROJ, V10_NEWEST_PROJ = "stage_projs.{i}", "g0_proj"  # by depth: N, ..., 1; 0
+V10_MEMORY = "fixed_stage_per_layer_projs.{layer}.{i}"  # i as in V10_PROJ
 REFERENCE_PREFIXES = ("_orig_mod.speculation_head.", "speculation_head.", "_orig_mod.")
 PDM_PROJ, PDM_LAYER_PREFIX = "projs.{i}", "layers.{i}."
 DRAFT_IDS = "draft_ids"  # int32 [W] in our head directories
@@ -86,7 +88,12 @@ def layer_leaves(qk_norm: bool) -> tuple[Leaf, ...]:
 
 def proj_leaf(name: str, i: int) -> Leaf:
     """Returns the leaf of the projection of row type i, [D, (i+1)*D]."""
-    return Leaf((), (name.format(i=i),), (), ("D",), f"{i + 1}*D")
+    return wide_leaf(name.format(i=i), i + 1)
+
+
+def wide_leaf(name: str, n_anchors: int) -> Leaf:
+    """Returns the leaf of a projection of so many hidden states, [D, n_anchors*D]."""
+    return Leaf((), (name,), (), ("D",), f"{n_anchors}*D")
 
 
 def _size(letter: str, sizes: Sizes) -> int:
@@ -158,6 +165,28 @@ def read_draft(
     if config.head == "own":
         tree |= read_leaves([DRAFT_HEAD], "hf", "", sizes, take)
     return tree
+
+
+def read_draft_v10(config: V10DraftConfig, sizes: Sizes, take: Take) -> dict[str, Any]:
+    """Builds the parameter tree of a version 10 head of the reference: see `models.draft_v10`."""
+    n, layers, leaves = config.n_stages, range(config.n_layers), layer_leaves(config.qk_norm)
+    names = [*(V10_PROJ.format(i=i) for i in range(n)), V10_NEWEST_PROJ]
+
+    def read(leaves: Iterable[Leaf], prefix: str = "") -> dict[str, Any]:
+        return read_leaves(leaves, "hf", prefix, sizes, take)
+
+    return {
+        "projs": [
+            read([wide_leaf(name, len(used))])
+            for name, used in zip(names, config.row_anchors, strict=True)
+        ],
+        "memory": [
+            [read([wide_leaf(V10_MEMORY.format(layer=layer, i=i), 1)]) for i in range(n)]
+            for layer in layers
+        ],
+        "layers": [read(leaves, REFERENCE_LAYER_PREFIX.format(i=layer)) for layer in layers],
+        **read([DRAFT_HEAD]),
+    }
 
 
 def write_draft(

@@ -1,6 +1,7 @@
-"""Reads v11 heads of the public SPD reference: head.pt, or head.safetensors + head_config.json.
+"""Reads heads of the public SPD reference: head.pt, or head.safetensors + head_config.json.
 
 One layer of such a head is a Qwen3 layer (per-head q/k norm); its features are not normalised.
+Versions 11 and 10 differ in the rows and in what a layer does with them (`models.draft_v10`).
 Row r of its lm_head belongs to sorted(set(draft_token_ids))[r].
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spd_jax.config import ConfigError, DraftConfig, from_fields
+from spd_jax.config import AnyDraftConfig, ConfigError, DraftConfig, V10DraftConfig, from_fields
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json
 from spd_jax.weights.loaded import run_dtype
@@ -40,17 +41,17 @@ class _PickledTensors:
         return self._state[name]
 
 
-def load_reference_head(path: str | Path, dtype: str) -> tuple[DraftConfig, dict, dict]:
+def load_reference_head(path: str | Path, dtype: str) -> tuple[AnyDraftConfig, dict, dict]:
     """Reads a reference head.
 
     Args:
       path: head.pt, or head.safetensors beside head_config.json.
       dtype: run dtype of the arrays.
     Returns:
-      its DraftConfig; its parameter tree; what is known of its target: d_model, vocab_size and,
-      where the head tells, head_dim, n_heads, n_kv_heads.
+      its DraftConfig or V10DraftConfig; its parameter tree; what is known of its target: d_model,
+      vocab_size and, where the head tells, head_dim, n_heads, n_kv_heads.
     Raises:
-      ConfigError: not such a head, not whole, hostile, or of another version than 11.
+      ConfigError: not such a head, not whole, hostile, or of another version than 10 and 11.
     """
     path, to = Path(path), run_dtype(dtype)
     if path.suffix == ".safetensors":
@@ -59,9 +60,8 @@ def load_reference_head(path: str | Path, dtype: str) -> tuple[DraftConfig, dict
     else:
         source = path
         config, tensors = _open_pickle(path)
-    _check_version(config, source)
-    names = _strip_prefixes(tensors.names)
-    return _assemble(config, source, names, tensors, to)
+    version, names = _version(config, source), _strip_prefixes(tensors.names)
+    return _assemble(version, config, source, names, tensors, to)
 
 
 def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
@@ -75,13 +75,15 @@ def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
     return config, _PickledTensors(path, state)
 
 
-def _check_version(config: dict[str, Any], source: Path) -> None:
+def _version(config: dict[str, Any], source: Path) -> int:
+    """Returns 10 or 11; a head that does not say is of the current version."""
     version = config.get("version")
-    if version is not None and (type(version) is not int or version not in (0, 11)):
+    if version is not None and (type(version) is not int or version not in (0, 10, 11)):
         raise ConfigError(
             f"{source}: version {_shown(version)} of the reference's heads is not supported yet; "
-            "give v11"
+            "give v11 or v10"
         )
+    return version or 11
 
 
 def _strip_prefixes(names: frozenset[str]) -> dict[str, str]:
@@ -103,7 +105,7 @@ def _sizes(
     def shape(name: str, n_dims: int) -> tuple[int, ...]:
         found = tensors.shape(names.get(name, name))
         if len(found) != n_dims or 0 in found:
-            raise ConfigError(f"{tensors.path}: {name} has shape {found}; is it a v11 head?")
+            raise ConfigError(f"{tensors.path}: {name} has shape {found}; is it a head of SPD?")
         return found
 
     first = keymaps.REFERENCE_LAYER_PREFIX.format(i=0)
@@ -125,13 +127,14 @@ def _sizes(
 
 
 def _assemble(
+    version: int,
     config: dict[str, Any],
     source: Path,
     names: dict[str, str],
     tensors: TensorFile | _PickledTensors,
     to: np.dtype,
-) -> tuple[DraftConfig, dict, dict]:
-    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
+) -> tuple[AnyDraftConfig, dict, dict]:
+    qk_norm = version == 10 or any(name.endswith("self_attn.q_norm.weight") for name in names)
     sizes = _sizes(names, tensors, qk_norm)
     meta = {
         "d_model": _int(config, "hidden_size", source, sizes["D"]),
@@ -143,20 +146,11 @@ def _assemble(
         head_dim = sizes["E"]
         meta |= {"head_dim": head_dim, "n_heads": sizes["HE"] // head_dim}
         meta["n_kv_heads"] = sizes["GE"] // head_dim
-    draft = from_fields(
-        DraftConfig,
-        {
-            "anchors": _ints(config, "aggr_feature_bound", source),
-            "n_stages": _int(config, "num_stages", source),
-            "n_layers": _int(config, "num_spec_layers", source),
-            "d_ff": sizes["F"],
-            "feature_norm": "none",
-            "qk_norm": qk_norm,
-            "draft_ids": _draft_ids(config, sizes["W"], meta["vocab_size"], source),
-            "stage_layers": _stage_layers(config, source),
-        },
-        str(source),
-    )
+    fields = {
+        "n_layers": _int(config, "num_spec_layers", source),
+        "d_ff": sizes["F"],
+        "draft_ids": _draft_ids(config, sizes["W"], meta["vocab_size"], source),
+    }
     left = set(names)
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -164,14 +158,38 @@ def _assemble(
         array = tensors.take(names.get(name, name), shape)
         return np.ascontiguousarray(array).astype(to, copy=False)
 
-    params = keymaps.read_draft(
-        draft, keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX, sizes, take
-    )
+    if version == 10:
+        fields["row_anchors"] = _row_anchors(config, source)
+        draft = from_fields(V10DraftConfig, fields, str(source))
+        params = keymaps.read_draft_v10(draft, sizes, take)
+    else:
+        fields |= {
+            "anchors": _ints(config, "aggr_feature_bound", source),
+            "n_stages": _int(config, "num_stages", source),
+            "feature_norm": "none",
+            "qk_norm": qk_norm,
+            "stage_layers": _stage_layers(config, source),
+        }
+        draft = from_fields(DraftConfig, fields, str(source))
+        params = keymaps.read_draft(
+            draft, keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX, sizes, take
+        )
     if left:
         raise ConfigError(
-            f"{tensors.path}: unsupported tensor {one_line(min(left))}; is it a v11 head?"
+            f"{tensors.path}: unsupported tensor {one_line(min(left))}; is it a v{version} head?"
         )
     return draft, params, meta
+
+
+def _row_anchors(config: dict[str, Any], source: Path) -> tuple[tuple[int, ...], ...]:
+    """Returns the hidden-state indices of the rows of depth N, ..., 1 as stored, and of depth 0."""
+    name, n_stages = "shallow_hidden_layer_indices", _int(config, "num_stages", source)
+    rows = config.get(name)
+    if not isinstance(rows, (list, tuple)) or len(rows) != n_stages:
+        raise ConfigError(
+            f"{source}: {name} must be {n_stages} lists (num_stages), got {_shown(rows)}"
+        )
+    return (*(_ints({name: row}, name, source) for row in rows), (0,))
 
 
 def _draft_ids(
