@@ -24,6 +24,7 @@ from spd_jax.config import (
     PipelineConfig,
     TargetConfig,
     from_fields,
+    refuse_v10,
     suggest,
 )
 from spd_jax.weights import keymaps
@@ -56,6 +57,7 @@ def save_head(
     Raises:
       ConfigError: the path holds something else, or the disk refuses.
     """
+    refuse_v10(config, str(directory), "saved as a head directory")
     directory, to = Path(directory), run_dtype(dtype)
     tensors = {
         name: array.astype(to)

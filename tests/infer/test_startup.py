@@ -123,6 +123,14 @@ def test_a_seed_of_more_than_64_bits_is_an_error():
         startup.load_subject(flags)
 
 
+def test_a_v10_head_is_refused_before_anything_is_computed(golden):
+    flags = DecodeFlags(
+        target=str(golden / "qwen3" / "target"), draft=str(golden / "qwen3" / "v10_n4")
+    )
+    with pytest.raises(ConfigError, match="a v10 head .* not decoded with; use a v11 head"):
+        startup.load_subject(flags)
+
+
 def test_run_shows_a_fault_of_the_program_in_full():
     def main() -> int:
         raise ValueError("not the user's fault")

@@ -195,6 +195,12 @@ def test_a_head_of_another_target_is_no_start(data, whole_run, tmp_path):
         pdm.main([*argv(data, tmp_path / "run"), "--start-from", str(head)])
 
 
+def test_a_v10_head_is_no_start(data, golden, tmp_path):
+    head = golden / "qwen3" / "v10_n4"
+    with pytest.raises(ConfigError, match="start_from .* a v10 head .* not trained further"):
+        pdm.main([*argv(data, tmp_path / "run"), "--start-from", str(head)])
+
+
 def test_only_one_process_trains_in_a_workdir(data, tmp_path):
     with (
         sole_writer(tmp_path / ".lock"),
