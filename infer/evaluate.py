@@ -25,8 +25,8 @@ from infer.figures import Sample, set_figures, table_rows
 from infer.report import print_figures
 from infer.startup import Subject, load_subject, start_devices
 from infer.teacher_forcing import draft_agreement
+from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
-from spd_jax.config import ConfigError
 from spd_jax.ops.lookup import lookup_hits
 from spd_jax.prompts import PromptRow, prompt_ids, read_prompts
 from spd_jax.requests import check_context

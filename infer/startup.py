@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 import spd_jax
+from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
-from spd_jax.config import ConfigError
 from spd_jax.engines import resolve_pipeline
 from spd_jax.pipeline.mesh import resolve_mesh
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from spd_jax.config import ConfigError, SamplingConfig, as_ints
+from spd_jax.checks import ConfigError, as_ints
+from spd_jax.config import SamplingConfig
 from spd_jax.engines import (
     build_engine,
     check_belongs,

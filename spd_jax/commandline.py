@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import tyro
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 
 Flags = TypeVar("Flags")
 

@@ -6,87 +6,25 @@ Every other module receives these as static values; they are hashable and hold n
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import numbers
-import operator
-from collections.abc import Iterable
-from typing import Any
+from typing import ClassVar, NamedTuple
+
+from spd_jax.checks import (
+    as_int,
+    as_ints,
+    check_counts,
+    is_number,
+    require,
+)
 
 
-class ConfigError(ValueError):
-    """A setting, file or input the person at the keyboard can correct; its text is one line."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _as_int(name: str, value: Any) -> int:
-    """Returns an integer of any kind as Python's; a boolean or a float is an error."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ConfigError(f"{name} must be an integer, got {value!r}")
-
-
-def as_ints(name: str, values: Any) -> tuple[int, ...]:
-    """Returns integers of any kind as a hashable tuple.
-
-    Raises:
-      ConfigError: not a sequence of integers; a boolean or a float is none.
-    """
-    if not isinstance(values, Iterable):
-        raise ConfigError(f"{name} must be a sequence of integers, got {values!r}")
-    return tuple(_as_int(f"each of {name}", value) for value in values)
-
-
-def _check_counts(config: Any, *names: str, least: int = 1) -> None:
-    """Makes fields plain integers of at least `least`, in place."""
-    for name in names:
-        value = _as_int(name, getattr(config, name))
-        _require(value >= least, f"{name} must be at least {least}, got {value}")
-        object.__setattr__(config, name, value)
-
-
-def _is_number(value: Any) -> bool:
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: the close one, else all there are."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-
-
-def from_fields(cls: type, fields: dict[str, Any], source: str) -> Any:
-    """Builds the dataclass `cls` from a mapping; an unknown name is an error that suggests one.
-
-    Raises:
-      ConfigError: a field is unknown, missing or invalid; `source` names where it was read.
-    """
-    known = {field.name: field for field in dataclasses.fields(cls)}
-    for name in fields:
-        if name not in known:
-            hint = suggest(name, known)
-            raise ConfigError(f"{source}: unknown field {name!r} of {cls.__name__}; {hint}")
-    missing = [
-        name
-        for name, field in known.items()
-        if name not in fields
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
-    _require(not missing, f"{source}: {cls.__name__} lacks {', '.join(missing)}; add it")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    try:
-        return cls(**values)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
+def _check_draft_ids(ids: tuple[int, ...] | None) -> None:
+    if ids is None:
+        return
+    require(len(ids) >= 1, "draft_ids must name at least one id")
+    require(
+        ids[0] >= 0 and all(x < y for x, y in zip(ids, ids[1:], strict=False)),
+        "draft_ids must be sorted, unique and not negative",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +37,73 @@ class Llama3Scaling:
     original_max_position: int
 
 
+class LayerKind(NamedTuple):
+    """What one decoder layer is made of."""
+
+    mixer: str = "attention"  # "attention", or "delta" for a gated delta-net
+    mlp: str = "dense"  # "dense", or "experts"
+
+
+MIXERS, MLPS = ("attention", "delta"), ("dense", "experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetConfig:
+    """Geometry of gated delta-net layers."""
+
+    n_key_heads: int
+    n_value_heads: int  # a multiple: each key head serves several
+    key_dim: int  # of a key head
+    value_dim: int  # of a value head
+    conv_width: int  # inputs that the causal convolution sees
+
+    def __post_init__(self) -> None:
+        check_counts(self, *(field.name for field in dataclasses.fields(self)))
+        require(
+            self.n_value_heads % self.n_key_heads == 0,
+            f"n_value_heads ({self.n_value_heads}) must be a multiple of n_key_heads "
+            f"({self.n_key_heads})",
+        )
+
+    @property
+    def n_keys(self) -> int:
+        """Width of all key heads."""
+        return self.n_key_heads * self.key_dim
+
+    @property
+    def n_values(self) -> int:
+        """Width of all value heads."""
+        return self.n_value_heads * self.value_dim
+
+    @property
+    def n_channels(self) -> int:
+        """Width of what the convolution mixes: queries, keys and values."""
+        return 2 * self.n_keys + self.n_values
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """Geometry of mixture-of-experts MLPs."""
+
+    n_experts: int
+    n_active: int  # experts that each token goes to
+    d_ff: int  # F of one expert
+    normalise: bool  # the weights of the chosen experts sum to one
+    shared_d_ff: int | None = None  # F of an expert that every token goes to; None: there is none
+
+    def __post_init__(self) -> None:
+        check_counts(self, "n_experts", "n_active", "d_ff")
+        if self.shared_d_ff is not None:
+            check_counts(self, "shared_d_ff")
+        require(
+            self.n_active <= self.n_experts,
+            f"n_active must not exceed the {self.n_experts} experts, got {self.n_active}",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class TargetConfig:
-    """Geometry of a dense target model: llama, or Qwen3 with `qk_norm`."""
+    """Geometry of a target model, whose layers may be of several kinds."""
 
     vocab_size: int  # V
     d_model: int  # D
@@ -109,7 +111,7 @@ class TargetConfig:
     n_heads: int  # H
     n_kv_heads: int  # G
     head_dim: int  # E
-    d_ff: int  # F
+    d_ff: int | None  # F of dense MLPs; None: no layer has one
     norm_eps: float
     rope_theta: float
     max_context: int  # positions the model was made for
@@ -117,20 +119,63 @@ class TargetConfig:
     tied_embeddings: bool = True
     qk_norm: bool = False  # RMSNorm over E on queries and keys before RoPE
     model_type: str = "llama"
+    kinds: tuple[LayerKind, ...] | None = None  # of each layer; None: dense full attention
+    rotary_dim: int | None = None  # leading part of E that RoPE turns; None: all of it
+    norm_offset: bool = False  # norms multiply by 1 + w
+    attn_gate: bool = False  # a sigmoid gate per head and element on what attention gives
+    delta: DeltaNetConfig | None = None  # of the "delta" layers
+    experts: ExpertsConfig | None = None  # of the "experts" layers
 
     def __post_init__(self) -> None:
-        _check_counts(self, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads")
-        _check_counts(self, "head_dim", "d_ff", "max_context")
+        check_counts(self, "vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads")
+        check_counts(self, "head_dim", "max_context")
         eps, theta = self.norm_eps, self.rope_theta
-        _require(_is_number(eps) and eps >= 0, f"norm_eps must be a number >= 0, got {eps!r}")
-        _require(
-            _is_number(theta) and theta > 0, f"rope_theta must be a positive number, got {theta!r}"
+        require(is_number(eps) and eps >= 0, f"norm_eps must be a number >= 0, got {eps!r}")
+        require(
+            is_number(theta) and theta > 0, f"rope_theta must be a positive number, got {theta!r}"
         )
-        _require(
+        require(
             self.n_heads % self.n_kv_heads == 0,
             f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})",
         )
-        _require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.rotary_dim is None:
+            require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
+        else:
+            check_counts(self, "rotary_dim", least=2)
+            turned = self.rotary_dim
+            require(
+                turned % 2 == 0 and turned <= self.head_dim,
+                f"rotary_dim must be even and at most head_dim {self.head_dim}, got {turned}",
+            )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        kinds = self.layer_kinds
+        require(
+            len(kinds) == self.n_layers
+            and all(mixer in MIXERS and mlp in MLPS for mixer, mlp in kinds),
+            f"kinds must be {self.n_layers} pairs of {MIXERS} and {MLPS}, got {kinds}",
+        )
+        for field, part, kind in (
+            ("d_ff", "mlp", "dense"),
+            ("experts", "mlp", "experts"),
+            ("delta", "mixer", "delta"),
+        ):
+            used = any(getattr(k, part) == kind for k in kinds)
+            value = getattr(self, field)
+            require(not used or value is not None, f"{field} must be given for {kind} layers")
+        if self.d_ff is not None:
+            check_counts(self, "d_ff")
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return (LayerKind(),) * self.n_layers if self.kinds is None else self.kinds
+
+    @property
+    def n_rotary(self) -> int:
+        """How many leading elements of a head RoPE turns."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,38 +199,81 @@ class DraftConfig:
             if value is not None or name == "anchors":
                 object.__setattr__(self, name, as_ints(name, value))
         a = self.anchors
-        _require(
+        require(
             len(a) >= 1 and a[0] == 0 and all(x < y for x, y in zip(a, a[1:], strict=False)),
             f"anchors must start at 0 and strictly increase, got {a}",
         )
-        _check_counts(self, "n_stages", least=2)
-        _check_counts(self, "n_layers")
+        check_counts(self, "n_stages", least=2)
+        check_counts(self, "n_layers")
         if self.d_ff is not None:
-            _check_counts(self, "d_ff")
-        _require(isinstance(self.qk_norm, bool), f"qk_norm must be a bool, got {self.qk_norm!r}")
+            check_counts(self, "d_ff")
+        require(isinstance(self.qk_norm, bool), f"qk_norm must be a bool, got {self.qk_norm!r}")
         sha256 = self.target_sha256
-        _require(
+        require(
             sha256 is None or isinstance(sha256, str), f"target_sha256 must be text, got {sha256!r}"
         )
         split = self.stage_layers
-        _require(
+        require(
             split is None or (len(split) == self.n_stages and min(split) >= 1),
             f"stage_layers must be {self.n_stages} positive counts, got {split}",
         )
-        _require(
+        require(
             self.feature_norm in ("rms", "none"),
             f"feature_norm must be 'rms' or 'none', got {self.feature_norm!r}",
         )
-        _require(
+        require(
             self.head in ("own", "target"), f"head must be 'own' or 'target', got {self.head!r}"
         )
-        ids = self.draft_ids
-        if ids is not None:
-            _require(len(ids) >= 1, "draft_ids must name at least one id")
-            _require(
-                ids[0] >= 0 and all(x < y for x, y in zip(ids, ids[1:], strict=False)),
-                "draft_ids must be sorted, unique and not negative",
-            )
+        _check_draft_ids(self.draft_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class V10DraftConfig:
+    """A draft module of the reference implementation's version 10: loaded and scored only.
+
+    The class attributes are settings of `DraftConfig` that have one value here.
+    """
+
+    qk_norm: ClassVar[bool] = True
+    head: ClassVar[str] = "own"
+    target_sha256: ClassVar[None] = None
+
+    row_anchors: tuple[tuple[int, ...], ...]  # hidden-state indices of rows of depth N, ..., 1, 0
+    n_layers: int  # L_s
+    d_ff: int  # F
+    draft_ids: tuple[int, ...] | None = None  # sorted full-vocabulary ids; None: all V
+
+    def __post_init__(self) -> None:
+        rows = tuple(as_ints("each of row_anchors", row) for row in self.row_anchors)
+        object.__setattr__(self, "row_anchors", rows)
+        require(len(rows) >= 3, f"n_stages must be at least 2, got {len(rows) - 1}")
+        require(all(rows), "row_anchors must name at least one hidden state for every row")
+        least = min(min(row) for row in rows)
+        require(least >= 0, f"row_anchors must be hidden-state indices from 0 on, got {least}")
+        check_counts(self, "n_layers", "d_ff")
+        _check_draft_ids(self.draft_ids)
+
+    @property
+    def n_stages(self) -> int:
+        """N."""
+        return len(self.row_anchors) - 1
+
+    @property
+    def anchors(self) -> tuple[int, ...]:
+        """Every hidden-state index that is read, sorted."""
+        return tuple(sorted({b for row in self.row_anchors for b in row}))
+
+
+AnyDraftConfig = DraftConfig | V10DraftConfig
+
+
+def refuse_v10(config: AnyDraftConfig, name: str, deed: str) -> None:
+    """Raises ConfigError for a version 10 head, which cannot be what `deed` says."""
+    require(
+        not isinstance(config, V10DraftConfig),
+        f"{name}: a v10 head of the reference implementation can be loaded and scored (pdm_loss) "
+        f"but not {deed}; use a v11 head, or train one (train.pdm)",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +288,11 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
-            _require(_is_number(value), f"{name} must be a finite number, got {value!r}")
-        _require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
-        _check_counts(self, "top_k", least=0)
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
-        _require(
+            require(is_number(value), f"{name} must be a finite number, got {value!r}")
+        require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
+        check_counts(self, "top_k", least=0)
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
+        require(
             self.verifier in ("rejection", "coupled"),
             f"verifier must be 'rejection' or 'coupled', got {self.verifier!r}",
         )
@@ -222,13 +310,13 @@ class PipelineConfig:
     stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "n_layers")
-        n, total = _as_int("n_stages", self.n_stages), self.n_layers
+        check_counts(self, "n_layers")
+        n, total = as_int("n_stages", self.n_stages), self.n_layers
         object.__setattr__(self, "n_stages", n)
         if self.stage_layers is not None:
             layers = as_ints("stage_layers", self.stage_layers)
             object.__setattr__(self, "stage_layers", layers)
-        _require(
+        require(
             2 <= n <= total,
             f"n_stages must be from 2 to the target's {total} layers, got {n}; change n_stages",
         )
@@ -236,7 +324,7 @@ class PipelineConfig:
             even, more = divmod(total, n)
             object.__setattr__(self, "stage_layers", tuple(even + (s < more) for s in range(n)))
         layers = self.stage_layers
-        _require(
+        require(
             len(layers) == n and min(layers) >= 1 and sum(layers) == total,
             f"stage_layers must be {n} positive counts that sum to {total}, got {layers}",
         )

@@ -9,7 +9,8 @@ from weakref import WeakKeyDictionary
 import jax
 from jax.sharding import Mesh
 
-from spd_jax.config import ConfigError, PipelineConfig, as_ints
+from spd_jax.checks import ConfigError, as_ints
+from spd_jax.config import PipelineConfig, refuse_v10
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.draft import check_pair, known_ids
 from spd_jax.pipeline import placing
@@ -34,8 +35,9 @@ def resolve_pipeline(
     """Returns the stages to run: as asked for, else the draft's N, as even as possible.
 
     Raises:
-      ConfigError: the stages do not fit the target.
+      ConfigError: the stages do not fit the target, or the draft runs in none.
     """
+    refuse_v10(draft.config, draft.name, "decoded with")
     if stage_layers is not None:
         stage_layers = as_ints("stage_layers", stage_layers)
         n_stages = len(stage_layers) if n_stages is None else n_stages

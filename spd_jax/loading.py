@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import DraftConfig, PipelineConfig, refuse_v10
 from spd_jax.engines import check_belongs, whole_params
 from spd_jax.models import draft as pdm
 from spd_jax.models.bundle import Draft, Target
@@ -68,6 +69,7 @@ def load_draft(source: str | Path | None, target: Target) -> Draft:
     Args:
       source: a head directory (config.json and model.safetensors), a reference head.pt, a
         head.safetensors beside its head_config.json, or None: the head shipped for this target.
+        With a version 10 head of the reference implementation `pdm_loss` works, `decode` not.
 
     Raises:
       ConfigError: nothing usable there, none is shipped, or it was made for another target.
@@ -84,6 +86,7 @@ def load_draft(source: str | Path | None, target: Target) -> Draft:
 
 def init_draft(target: Target, draft_config: DraftConfig, key: jax.Array) -> Draft:
     """Returns an untrained draft module: layers and head start as copies of the target's."""
+    refuse_v10(draft_config, "draft_config", "trained")
     params = pdm.init_params(target.config, draft_config, whole_params(target), key)
     return Draft(params, draft_config, "untrained draft")
 

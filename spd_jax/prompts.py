@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line
 
 

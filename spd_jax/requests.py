@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.models.bundle import Target
 from spd_jax.models.reference import padded_prompt_len
 

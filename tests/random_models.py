@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.config import (
+    DeltaNetConfig,
+    DraftConfig,
+    ExpertsConfig,
+    LayerKind,
+    PipelineConfig,
+    TargetConfig,
+)
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft, Target
@@ -29,18 +36,33 @@ CONFIG = TargetConfig(
     max_context=1024,
     tied_embeddings=False,
 )
+DELTA = DeltaNetConfig(n_key_heads=2, n_value_heads=4, key_dim=8, value_dim=8, conv_width=4)
+HYBRID = dataclasses.replace(  # of eight layers: two delta-nets to one of attention, as they come
+    CONFIG,
+    n_layers=8,
+    kinds=tuple(
+        LayerKind("attention" if i in (1, 4, 7) else "delta", "experts" if i % 3 else "dense")
+        for i in range(8)
+    ),
+    rotary_dim=4,
+    qk_norm=True,
+    norm_offset=True,
+    attn_gate=True,
+    delta=DELTA,
+    experts=ExpertsConfig(n_experts=4, n_active=2, d_ff=16, normalise=True, shared_d_ff=24),
+)
 INIT = 0.02  # the standard deviation of fresh matrices
 NEVER = 0  # the id that no random target ever chooses
 KINDS = ("random", "perfect", "wrong", "even")
 
 
 @functools.cache
-def make_target(n_layers: int = 4, seed: int = 0) -> Target:
+def make_target(n_layers: int = 4, seed: int = 0, base: TargetConfig = CONFIG) -> Target:
     """A random target; its logit of the id NEVER is zero, so that another is always higher."""
-    config = dataclasses.replace(CONFIG, n_layers=n_layers)
+    config = dataclasses.replace(base, n_layers=n_layers)
     params = model.init_params(config, jax.random.key(seed))
-    embed, head = params["embed"]["weight"] / INIT, _scale(params["lm_head"]["weight"], 3)
-    layers = jax.tree.map(lambda x: _scale(x, 1.4), params["layers"])  # lively texts
+    embed, head = params["embed"]["weight"] / INIT, scale_matrix(params["lm_head"]["weight"], 3)
+    layers = jax.tree.map(lambda x: scale_matrix(x, 1.4), params["layers"])  # lively texts
     params |= {"embed": {"weight": embed}, "layers": layers}
     params["lm_head"] = {"weight": head.at[NEVER].set(0)}
     return Target(params, config, name=f"random target {seed}")
@@ -65,7 +87,9 @@ def make_draft(target: Target, config: DraftConfig, kind: str, seed: int = 0) ->
         leaves, tree = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.key(seed), len(leaves))
         noise = [INIT * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-        fresh = [_scale(y, 1) if y.ndim == 2 else x for x, y in zip(leaves, noise, strict=True)]
+        fresh = [
+            scale_matrix(y, 1) if y.ndim == 2 else x for x, y in zip(leaves, noise, strict=True)
+        ]
         return Draft(jax.tree.unflatten(tree, fresh), config, "random draft")
     projs = [jnp.eye(width, (i + 1) * width) for i in range(n_types)]  # the embedding alone
     params = {
@@ -86,6 +110,6 @@ def make_prompt(n_tokens: int, seed: int = 0) -> list[int]:
     return np.random.default_rng((seed, n_tokens)).integers(0, CONFIG.vocab_size, n_tokens).tolist()
 
 
-def _scale(x: jax.Array, gain: float) -> jax.Array:
-    """Scales a matrix as initialised so that it multiplies sizes by `gain`; vectors stay."""
-    return x * (gain * x.shape[1] ** -0.5 / INIT) if x.ndim == 2 else x
+def scale_matrix(x: jax.Array, gain: float = 1) -> jax.Array:
+    """Scales matrices as initialised so that they multiply sizes by `gain`; vectors stay."""
+    return x * (gain * x.shape[-1] ** -0.5 / INIT) if x.ndim >= 2 else x

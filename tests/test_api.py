@@ -1,6 +1,8 @@
 """The public functions: pairs that do not belong together, gradients, tracing."""
 
 import dataclasses
+import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,8 @@ import numpy as np
 import pytest
 
 import spd_jax
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
+from spd_jax.program import Program
 from spd_jax.weights.heads import save_head
 from tests.random_models import full_config, make_draft, make_target
 
@@ -146,6 +149,52 @@ def test_a_saved_head_loads_for_its_own_target_only(pair, tmp_path):
         spd_jax.load_draft(tmp_path / "notes.txt", target)
     with pytest.raises(ConfigError, match="is not there"):
         spd_jax.load_draft(tmp_path / "nothing", known)
+
+
+@pytest.fixture(scope="module")
+def v10_pair(golden):
+    target = spd_jax.load_target(golden / "qwen3" / "target")
+    return target, spd_jax.load_draft(golden / "qwen3" / "v10_n4" / "head.safetensors", target)
+
+
+def test_a_v10_head_is_scored(golden, v10_pair):
+    want = np.load(golden / "qwen3" / "v10_n4" / "train_forward.npz")
+    batch = {name: want[name] for name in BATCH}
+    for fill, loss in zip(want["fills"], want["loss"], strict=True):
+        got, _ = spd_jax.pdm_loss(*v10_pair, batch, fill=fill)
+        np.testing.assert_allclose(got, loss, rtol=0, atol=1e-4)
+
+
+def test_a_v10_head_does_nothing_but_score(v10_pair, monkeypatch):
+    target, draft = v10_pair
+
+    def compile_nothing(*args, **kwargs):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(Program, "compile", compile_nothing)
+    for use in (
+        lambda: spd_jax.decode(target, draft, [1, 2, 3]),
+        lambda: spd_jax.decode(target, draft, [1, 2, 3], n_stages=2, mesh="virtual"),
+        lambda: spd_jax.draft_predictions(target, draft, [1, 2, 3], fill=1),
+        lambda: spd_jax.init_draft(target, draft.config, jax.random.key(0)),
+    ):
+        with pytest.raises(
+            ConfigError, match="a v10 head .* use a v11 head, or train one"
+        ) as error:
+            use()
+        assert "\n" not in str(error.value)
+
+
+def test_a_v10_head_of_a_deeper_target_is_refused(golden, v10_pair, tmp_path):
+    target, draft = v10_pair
+    shutil.copytree(golden / "qwen3" / "v10_n4", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "head_config.json").read_text())
+    config["shallow_hidden_layer_indices"][0][-1] = target.config.n_layers + 1
+    (tmp_path / "head_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="anchors must not exceed the target's 8 layers, got 9"):
+        spd_jax.load_draft(tmp_path / "head.safetensors", target)
+    with pytest.raises(ConfigError, match="made for a target with"):
+        spd_jax.load_draft(golden / "qwen3" / "v10_n4", make_target(8))
 
 
 def test_no_head_is_shipped_for_an_unknown_target(pair):

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from spd_jax.checks import ConfigError, from_fields
 from spd_jax.config import (
-    ConfigError,
     DraftConfig,
     PipelineConfig,
     SamplingConfig,
     TargetConfig,
-    from_fields,
+    V10DraftConfig,
 )
 
 TARGET = {
@@ -133,6 +133,25 @@ def test_impossible_targets_are_named(change, words):
 )
 def test_impossible_drafts_are_named(change, words):
     text = error_of(DraftConfig, **(DRAFT | change))
+    assert all(word in text for word in words), text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"row_anchors": ((0, 1), (0,))}, ("n_stages", "at least 2", "1")),
+        ({"row_anchors": ((0, 2), (), (0,))}, ("row_anchors", "at least one")),
+        ({"row_anchors": ((0, 2), (-1, 1), (0,))}, ("row_anchors", "from 0 on", "-1")),
+        ({"row_anchors": ((0, 2), (0, 1.5), (0,))}, ("row_anchors", "an integer", "1.5")),
+        ({"n_layers": 0}, ("n_layers", "at least 1", "0")),
+        ({"draft_ids": (3, 1)}, ("draft_ids", "sorted")),
+    ],
+)
+def test_impossible_v10_drafts_are_named(change, words):
+    fields = {"row_anchors": ((0, 2, 4), (0, 2), (0,)), "n_layers": 1, "d_ff": 16}
+    draft = V10DraftConfig(**fields)
+    assert draft.n_stages == 2 and draft.anchors == (0, 2, 4) and hash(draft)
+    text = error_of(V10DraftConfig, **(fields | change))
     assert all(word in text for word in words), text
 
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("spd_jax", "infer", "train")
 # Lower may not import higher, nor one room another of the same level.
 LEVELS = {
+    "spd_jax.checks": -1,
     "spd_jax.config": 0,
     "spd_jax.program": 0,
     "spd_jax.commandline": 1,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.prompts import prompt_ids, read_prompts
 
 OWN_PROMPTS = Path(__file__).parent.parent / "infer" / "prompts.jsonl"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import spd_jax
-from spd_jax.config import ConfigError, SamplingConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import SamplingConfig
 from spd_jax.requests import make_request
 from tests.random_models import full_config, make_draft, make_target
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
-from spd_jax.config import ConfigError
 from spd_jax.weights.files import one_line
 from train.step import TrainState
 

@@ -12,8 +12,9 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Literal
 
+from spd_jax.checks import ConfigError, suggest
 from spd_jax.commandline import parse_flags
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig, suggest
+from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
 from train import configs
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.models.distill import IGNORED
 
 BUCKET = 64  # row lengths are rounded up to multiples of this: each length is compiled anew

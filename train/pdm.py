@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import optax
 
+from spd_jax.checks import ConfigError
 from spd_jax.commandline import run, say
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
+from spd_jax.config import DraftConfig, PipelineConfig, refuse_v10
 from spd_jax.models.distill import kept_states
 from spd_jax.models.draft import check_grows, check_pair, grow_params, init_params
 from spd_jax.weights import LoadedTarget, load_draft_file, load_target_files
@@ -217,9 +218,10 @@ def read_start(config: TrainConfig, target: LoadedTarget) -> tuple[DraftConfig, 
     """Returns the config and the parameters of the head to start from.
 
     Raises:
-      ConfigError: it belongs to another target.
+      ConfigError: it belongs to another target, or no run can go on from its kind.
     """
     draft, params, _ = load_draft_file(config.start_from, config.dtype)
+    refuse_v10(draft, f"start_from {config.start_from}", "trained further")
     if draft.target_sha256 != target.sha256:
         raise ConfigError(
             f"start_from {config.start_from} belongs to the target with sha256 "

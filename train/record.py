@@ -9,7 +9,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from spd_jax.config import ConfigError, DraftConfig, from_fields
+from spd_jax.checks import ConfigError, from_fields
+from spd_jax.config import DraftConfig
 from spd_jax.weights.files import read_json, replace_file
 from train.config import TrainConfig
 

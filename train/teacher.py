@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import ConfigError, DraftConfig, TargetConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import DraftConfig, TargetConfig
 from spd_jax.models import target as model
 from spd_jax.models.distill import kept_states
 from spd_jax.ops.sampling import argmax_lowest

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from spd_jax.config import DraftConfig, TargetConfig
+from spd_jax.config import AnyDraftConfig, TargetConfig
 
 
 @functools.partial(
@@ -39,6 +39,6 @@ class Target:
 class Draft:
     """A Pipeline Draft Module for one target."""
 
-    params: Any  # {"projs", "layers", "lm_head" where the head is its own}
-    config: DraftConfig
+    params: Any  # {"projs", "layers", "lm_head" where the head is its own; "memory" of v10}
+    config: AnyDraftConfig
     name: str = "draft"  # what it was loaded from, for messages

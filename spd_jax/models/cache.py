@@ -1,7 +1,9 @@
-"""Key/value caches: explicit trees of zeros, written by indexed updates, never copied.
+"""What layers remember: explicit trees of zeros, written by indexed updates, never copied.
 
-Keys lie [B, G, E, S] and values [B, G, S, E], so both attention products read them as stored.
-Position S - 1 is a spare slot: rows that must not be kept are written there.
+An attention layer keeps a key and a value per position: keys [B, G, E, S], values [B, G, S, E],
+so both products read them as stored; position S - 1 is a spare slot. A delta-net layer keeps what
+it knew after each of the last n positions: position x lies at slot x mod n, slot n is spare. Rows
+that must not be kept are written to the spare slot. Going back is reading at another position.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from spd_jax.config import TargetConfig
-from spd_jax.models.layers import Rows
 
 BUCKET = 128  # capacities are multiples of this, so that few programs serve many lengths
+
+# Of T rows: {"k": [B, G, E, T], "v": [B, G, T, E]}, a cache has S for T; or what is known after
+# them: {"conv": [B, C, K - 1], "state": float32 [B, H, E_k, E_v]}, a cache has n + 1 after B.
+Rows = dict[str, jax.Array]
 
 
 def bucket_capacity(n_positions: int) -> int:
@@ -21,35 +26,112 @@ def bucket_capacity(n_positions: int) -> int:
     return -(-(n_positions + 1) // BUCKET) * BUCKET
 
 
-def init_cache(config: TargetConfig, n_batch: int, capacity: int, dtype: jnp.dtype) -> Rows:
-    """Returns one layer's empty cache of `capacity` positions, the spare slot included."""
-    g, e = config.n_kv_heads, config.head_dim
+def init_cache(
+    config: TargetConfig,
+    mixer: str,
+    n_batch: int,
+    capacity: int,
+    n_snapshots: int,
+    dtype: jnp.dtype,
+) -> Rows:
+    """Returns one layer's empty cache.
+
+    Args:
+      mixer: of the layer's kind.
+      capacity: positions of an attention cache, the spare slot included.
+      n_snapshots: states of a delta-net to keep, the spare not counted.
+    """
+    if mixer == "attention":
+        g, e = config.n_kv_heads, config.head_dim
+        return {
+            "k": jnp.zeros((n_batch, g, e, capacity), dtype),
+            "v": jnp.zeros((n_batch, g, capacity, e), dtype),
+        }
+    d, n_slots = config.delta, n_snapshots + 1
+    state = (n_batch, n_slots, d.n_value_heads, d.key_dim, d.value_dim)
     return {
-        "k": jnp.zeros((n_batch, g, e, capacity), dtype),
-        "v": jnp.zeros((n_batch, g, capacity, e), dtype),
+        "conv": jnp.zeros((n_batch, n_slots, d.n_channels, d.conv_width - 1), dtype),
+        "state": jnp.zeros(state, jnp.float32),
     }
 
 
-def write_row(cache: Rows, rows: Rows, positions: jax.Array) -> Rows:
-    """Writes one new row (T = 1) per sequence at positions int [B].
+def row_shapes(cache: Rows, n_rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of what n_rows new rows per sequence leave for a cache."""
+    if "k" in cache:
+        b, g, e, _ = cache["k"].shape
+        shapes = {"k": (b, g, e, n_rows), "v": (b, g, n_rows, e)}
+    else:
+        shapes = {name: (x.shape[0], *x.shape[2:]) for name, x in cache.items()}
+    return {name: jax.ShapeDtypeStruct(s, cache[name].dtype) for name, s in shapes.items()}
+
+
+def last_state(cache: Rows, cache_len: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns conv [B, C, K - 1] and state [B, H, E_k, E_v] after cache_len int [B] positions."""
+    slot = jnp.mod(cache_len - 1, cache["state"].shape[1] - 1)
+
+    def pick(ring: jax.Array) -> jax.Array:
+        idx = slot.reshape(-1, *[1] * (ring.ndim - 1))
+        return jnp.take_along_axis(ring, idx, axis=1)[:, 0]
+
+    return pick(cache["conv"]), pick(cache["state"])
+
+
+def write_row(cache: Rows, rows: Rows, positions: jax.Array, keep: jax.Array) -> Rows:
+    """Writes what one new row (T = 1) per sequence left.
+
+    Args:
+      positions: int [B], of the rows; keep: bool [B], False writes to the spare slot.
+    """
+    if "k" in cache:
+        slots = jnp.where(keep, positions, cache["v"].shape[2] - 1)
+        return _write_each(cache, rows, slots, {"k": 3, "v": 2})
+    return _write_states(cache, rows, positions, keep)
+
+
+def write_chunk(
+    cache: Rows, rows: Rows, start: jax.Array, ends: jax.Array, active: jax.Array | bool = True
+) -> Rows:
+    """Writes what T new rows per sequence left, or nothing where the scalar `active` is False.
+
+    Args:
+      start: int scalar, position of the first row; ends: int [B], the position behind the last
+        row that exists, of all that a sequence had so far.
+    """
+    if "k" in cache:
+        return {name: _write_rows(cache[name], rows[name], start, axis, active)
+                for name, axis in {"k": 3, "v": 2}.items()}  # fmt: skip
+    return _write_states(cache, rows, ends - 1, jnp.broadcast_to(active, ends.shape))
+
+
+def _write_rows(
+    cache: jax.Array, rows: jax.Array, start: jax.Array, axis: int, active: jax.Array | bool
+) -> jax.Array:
+    if active is not True:
+        old = lax.dynamic_slice_in_dim(cache, start, rows.shape[axis], axis)
+        rows = jnp.where(active, rows, old)
+    return lax.dynamic_update_slice_in_dim(cache, rows, start, axis)
+
+
+def _write_states(cache: Rows, rows: Rows, positions: jax.Array, keep: jax.Array) -> Rows:
+    spare = cache["state"].shape[1] - 1
+    slots = jnp.where(keep, jnp.mod(positions, spare), spare)
+    rows = {name: x[:, None] for name, x in rows.items()}
+    return _write_each(cache, rows, slots, dict.fromkeys(rows, 1))
+
+
+def _write_each(cache: Rows, rows: Rows, slots: jax.Array, axes: dict[str, int]) -> Rows:
+    """Writes one row per sequence at slots int [B] of the given axes.
 
     A loop of slice updates: XLA's CPU backend copies the whole cache for a scatter.
     """
 
     def write_one(b, cache):
-        k, v = (lax.dynamic_slice_in_dim(rows[name], b, 1) for name in ("k", "v"))
-        return {
-            "k": lax.dynamic_update_slice(cache["k"], k, (b, 0, 0, positions[b])),
-            "v": lax.dynamic_update_slice(cache["v"], v, (b, 0, positions[b], 0)),
-        }
+        written = {}
+        for name, axis in axes.items():
+            row = lax.dynamic_slice_in_dim(rows[name], b, 1)
+            at = [0] * row.ndim
+            at[0], at[axis] = b, slots[b]
+            written[name] = lax.dynamic_update_slice(cache[name], row, at)
+        return written
 
-    return lax.fori_loop(0, positions.shape[0], write_one, cache)
-
-
-def write_chunk(cache: Rows, rows: Rows, start: jax.Array) -> Rows:
-    """Writes T new rows of every sequence at positions start..start+T-1 (start a scalar)."""
-    zero = jnp.zeros((), start.dtype)
-    return {
-        "k": lax.dynamic_update_slice(cache["k"], rows["k"], (zero, zero, zero, start)),
-        "v": lax.dynamic_update_slice(cache["v"], rows["v"], (zero, zero, start, zero)),
-    }
+    return lax.fori_loop(0, slots.shape[0], write_one, cache)

@@ -12,8 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig, as_ints
+from spd_jax.checks import ConfigError, as_ints
+from spd_jax.config import (
+    AnyDraftConfig,
+    PipelineConfig,
+    TargetConfig,
+    V10DraftConfig,
+)
 from spd_jax.models import draft as pdm
+from spd_jax.models import draft_v10
 from spd_jax.models import target as model
 from spd_jax.ops.linear import linear
 from spd_jax.ops.losses import kl_divergence, masked_mean
@@ -32,14 +39,14 @@ class Scores(NamedTuple):
     covered_mask: jax.Array  # bool, the target's choice is a draft id
 
 
-def kept_states(target: TargetConfig, draft: DraftConfig) -> tuple[int, ...]:
+def kept_states(target: TargetConfig, draft: AnyDraftConfig) -> tuple[int, ...]:
     """The hidden-state indices that scoring reads: the anchors, and L for the target's head."""
     return tuple(sorted({*draft.anchors, target.n_layers}))
 
 
 def draft_outputs(
     target: TargetConfig,
-    draft: DraftConfig,
+    draft: AnyDraftConfig,
     params: dict,
     hidden: Hidden,
     valid_mask: jax.Array,
@@ -53,12 +60,16 @@ def draft_outputs(
     Raises:
       ConfigError: a static fill outside 1..N, or an unknown mask_mode.
     """
-    pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
-    blocks = pdm.all_blocks(draft.anchors)
-    if not isinstance(fill, jax.core.Tracer):
+    is_static = not isinstance(fill, jax.core.Tracer)
+    if is_static:
         (fill,) = as_ints("fill", [fill])
         if not 1 <= fill <= draft.n_stages:
             raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
+    if isinstance(draft, V10DraftConfig):
+        return draft_v10.forward(target, draft, params, hidden, valid_mask, fill, mask_mode)
+    pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
+    blocks = pdm.all_blocks(draft.anchors)
+    if is_static:
         blocks = pdm.live_blocks(pipeline, draft.anchors, fill, mask_mode)
     features = jnp.stack([hidden[b] for b in draft.anchors], axis=2)  # [B, T, M, D]
     mask = pdm.structural_mask(pipeline, draft.anchors, features.shape[1], fill, mask_mode, blocks)
@@ -67,7 +78,7 @@ def draft_outputs(
 
 def score_positions(
     target: TargetConfig,
-    draft: DraftConfig,
+    draft: AnyDraftConfig,
     target_params: dict,
     draft_params: dict,
     hidden: Hidden,
@@ -121,7 +132,7 @@ def summarise(scores: Scores, labels: jax.Array) -> tuple[jax.Array, dict[str, j
 
 def distillation_loss(
     target: TargetConfig,
-    draft: DraftConfig,
+    draft: AnyDraftConfig,
     target_params: dict,
     draft_params: dict,
     batch: dict[str, jax.Array],

@@ -12,21 +12,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import (
+    AnyDraftConfig,
+    DraftConfig,
+    LayerKind,
+    PipelineConfig,
+    TargetConfig,
+)
 from spd_jax.models import target as model
 from spd_jax.models.aggregate import normalise, replicate_sequence
-from spd_jax.models.layers import DecoderLayer
-from spd_jax.ops.attention import causal_mask
 from spd_jax.ops.linear import linear
+
+KIND = LayerKind()  # of every layer of a PDM: dense, full attention
+DEFAULT_D_FF = 9216  # where neither the draft nor the target says (the reference's)
 
 
 def layer_config(target: TargetConfig, draft: DraftConfig) -> TargetConfig:
-    """Geometry of the PDM's layers: the target's own, with the draft's width and q/k norms."""
-    d_ff = draft.d_ff or target.d_ff
-    return dataclasses.replace(target, d_ff=d_ff, qk_norm=draft.qk_norm, n_layers=draft.n_layers)
+    """Geometry of the PDM's layers: the target's full attention, the draft's own MLP and norms."""
+    return dataclasses.replace(
+        target,
+        n_layers=draft.n_layers,
+        kinds=None,
+        delta=None,
+        experts=None,
+        d_ff=draft.d_ff or target.d_ff or DEFAULT_D_FF,
+        qk_norm=draft.qk_norm,
+    )
 
 
-def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
+def check_pair(target: TargetConfig, draft: AnyDraftConfig) -> None:
     """Raises ConfigError where a draft cannot belong to a target."""
     if draft.n_layers > target.n_layers:
         raise ConfigError(
@@ -58,8 +73,7 @@ def seen_types(pipeline: PipelineConfig, anchors: tuple[int, ...], mode: str) ->
     tokens in flight, older tokens are complete: mode "exact" takes the deepest type where d +
     distance >= fill, as decoding does; mode "reference" where distance >= fill, as published.
     """
-    if mode not in ("exact", "reference"):
-        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
+    check_mask_mode(mode)
     n, deepest = pipeline.n_stages, len(anchors) - 1
     fill = np.arange(1, n + 1)[:, None, None]
     distance = np.arange(n + 1)
@@ -67,6 +81,12 @@ def seen_types(pipeline: PipelineConfig, anchors: tuple[int, ...], mode: str) ->
     complete = ((age if mode == "exact" else distance) >= fill) & (fill < n)
     row_types = np.asarray(pipeline.row_types(anchors))
     return np.where(complete, deepest, row_types[np.minimum(age, n)])
+
+
+def check_mask_mode(mode: str) -> None:
+    """Raises ConfigError where a mask_mode is unknown."""
+    if mode not in ("exact", "reference"):
+        raise ConfigError(f"mask_mode must be 'exact' or 'reference', got {mode!r}")
 
 
 def structural_mask(
@@ -131,13 +151,13 @@ def forward(
     config = layer_config(target, draft)
     *first, last = params["layers"]
     for layer in first:
-        rows, _ = model.run_layer(config, layer, rows, positions, mask)
+        rows, _ = model.run_layer(config, KIND, layer, rows, positions, mask)
     newest = mask[:, -n_tokens:]  # only type-0 rows are scored: the last layer queries no others
-    out, _ = model.run_layer(config, last, rows, positions, newest, n_query=n_tokens)
+    out, _ = model.run_layer(config, KIND, last, rows, positions, newest, n_query=n_tokens)
     return out
 
 
-def head_weight(draft: DraftConfig, params: dict, target_params: dict) -> jax.Array:
+def head_weight(draft: AnyDraftConfig, params: dict, target_params: dict) -> jax.Array:
     """The draft head [W, D]: trained, or the target's rows of the draft ids, frozen."""
     if draft.head == "own":
         return params["lm_head"]["weight"]
@@ -146,7 +166,7 @@ def head_weight(draft: DraftConfig, params: dict, target_params: dict) -> jax.Ar
 
 
 def logits(
-    target: TargetConfig, draft: DraftConfig, params: dict, target_params: dict, x: jax.Array
+    target: TargetConfig, draft: AnyDraftConfig, params: dict, target_params: dict, x: jax.Array
 ) -> jax.Array:
     """Returns float32 logits [..., W] over the draft ids of PDM outputs [..., D]."""
     weight = head_weight(draft, params, target_params)
@@ -159,8 +179,8 @@ def init_params(
     """Returns starting parameters for training.
 
     A row begins as its token's deepest available anchor, at that anchor's own scale, with a
-    little noise; the layers as copies of the target's last ones where the shapes agree; the head
-    as the target's rows of the draft ids.
+    little noise; the layers as copies of the target's last ones of full attention where the shapes
+    agree; the head as the target's rows of the draft ids.
     """
     check_pair(target, draft)
     dtype = target_params["embed"]["weight"].dtype
@@ -173,13 +193,10 @@ def init_params(
         noise = 0.1 * n_in**-0.5 * jax.random.normal(proj_key, (width, n_in), dtype)
         projs.append({"weight": scales[i] * noise.at[:, i * width :].add(eye)})
     config = layer_config(target, draft)
-    x, zero = jnp.zeros((1, 1, width), dtype), jnp.zeros((1, 1), jnp.int32)
-    layers = []
-    for layer_key, source in zip(
-        layer_keys, target_params["layers"][-draft.n_layers :], strict=True
-    ):
-        fresh = DecoderLayer(config).init(layer_key, x, zero, causal_mask(1))["params"]
-        layers.append(_copy_matching(fresh, source))
+    fresh = [model.init_layer(config, KIND, layer_key, dtype) for layer_key in layer_keys]
+    sources = _attention_layers(target, target_params)[-draft.n_layers :]
+    sources = [{}] * (draft.n_layers - len(sources)) + sources
+    layers = [_copy_matching(*pair) for pair in zip(fresh, sources, strict=True)]
     params = {"projs": projs, "layers": layers}
     if draft.head == "own":
         weight = model.head_weight(target_params)
@@ -198,10 +215,10 @@ def grow_params(
 ) -> dict:
     """Returns parameters for training that do what a smaller or equal draft does.
 
-    Layers that the other lacks come first and add nothing yet: copies of the target's second
-    layer and on (early heads look at the tokens just before) with output matrices of zeros. The
-    rows of the head are taken by id. An id that the other lacks has no row: the target's own
-    would outbid the trained ones, whose logits are smaller.
+    Layers that the other lacks come first and add nothing yet: copies of the target's second full
+    attention layer and on (early ones look at the tokens just before) with output matrices of
+    zeros. The rows of the head are taken by id. An id that the other lacks has no row: the
+    target's own would outbid the trained ones, whose logits are smaller.
 
     Args:
       fresh: `init_params` of `draft`; start_config, start_params: the draft to begin from.
@@ -210,11 +227,11 @@ def grow_params(
     """
     check_grows(target, draft, start_config)
     n_new = draft.n_layers - start_config.n_layers
+    sources = _attention_layers(target, target_params)[1 : n_new + 1]
+    sources += [{}] * (n_new - len(sources))
     added = [
         _without_output(_copy_matching(layer, source))
-        for layer, source in zip(
-            fresh["layers"][:n_new], target_params["layers"][1 : n_new + 1], strict=True
-        )
+        for layer, source in zip(fresh["layers"][:n_new], sources, strict=True)
     ]
     params = {"projs": start_params["projs"], "layers": [*added, *start_params["layers"]]}
     if draft.head == "own":
@@ -224,7 +241,7 @@ def grow_params(
     return jax.tree.map(jnp.array, params)  # own buffers: a trainer may donate them
 
 
-def known_ids(target: TargetConfig, draft: DraftConfig) -> np.ndarray:
+def known_ids(target: TargetConfig, draft: AnyDraftConfig) -> np.ndarray:
     """The sorted full-vocabulary ids that a draft can propose."""
     return np.asarray(range(target.vocab_size) if draft.draft_ids is None else draft.draft_ids)
 
@@ -266,6 +283,12 @@ def anchor_scales(
     hidden = model.hidden_states(target, params, ids)
     anchors = jnp.stack([hidden[b] for b in draft.anchors]).astype(jnp.float32)  # [M, 1, T, D]
     return jnp.median(jnp.sqrt(jnp.mean(anchors**2, axis=-1)), axis=(1, 2)).astype(dtype)
+
+
+def _attention_layers(target: TargetConfig, params: dict) -> list[dict]:
+    """The target's layers of full attention."""
+    pairs = zip(target.layer_kinds, params["layers"], strict=True)
+    return [layer for kind, layer in pairs if kind.mixer == "attention"]
 
 
 def _without_output(layer: dict) -> dict:

@@ -14,8 +14,7 @@ from jax import lax
 
 from spd_jax.config import SamplingConfig, TargetConfig
 from spd_jax.models import target as model
-from spd_jax.models.cache import init_cache, write_chunk, write_row
-from spd_jax.models.layers import Rows
+from spd_jax.models.cache import Rows, init_cache, write_chunk, write_row
 from spd_jax.ops.attention import causal_mask
 from spd_jax.ops.sampling import sample
 from spd_jax.program import Program
@@ -32,7 +31,7 @@ PREFILL_CHUNK = 128
 class ARState:
     """Everything the decoding loop carries."""
 
-    caches: list[Rows]  # one per layer, K [B, G, E, S] and V [B, G, S, E]
+    caches: list[Rows]  # one per layer; of a delta-net only the newest state
     tokens: jax.Array  # int32 [B, n_slots], ids committed so far; the rest is zero
     n_tokens: jax.Array  # int32 [B], how many of them count
     last: jax.Array  # int32 [B], newest committed id
@@ -64,7 +63,10 @@ def prefill(
     n_batch, n_padded = prompts.shape
     chunk = prefill_chunk_len(n_padded)
     dtype = params["embed"]["weight"].dtype
-    caches = [init_cache(config, n_batch, capacity, dtype) for _ in params["layers"]]
+    caches = [
+        init_cache(config, kind.mixer, n_batch, capacity, n_snapshots=1, dtype=dtype)
+        for kind in config.layer_kinds
+    ]
     last_idx = prompt_lens - 1
 
     def run_chunk(c, carry):
@@ -72,12 +74,12 @@ def prefill(
         start = c * chunk
         ids = lax.dynamic_slice_in_dim(prompts, start, chunk, axis=1)
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (n_batch, chunk))
-        cache_len = jnp.full(n_batch, start)
+        before, ends = (jnp.minimum(end, prompt_lens) for end in (start, start + chunk))
         x, mask = model.embed(params, ids), causal_mask(chunk)
         outs, rows = model.run_layers(
-            config, params["layers"], x, positions, mask, caches, cache_len
+            config, params["layers"], x, positions, mask, caches, before, ends - before
         )
-        caches = [write_chunk(*pair, start) for pair in zip(caches, rows, strict=True)]
+        caches = [write_chunk(*pair, start, ends) for pair in zip(caches, rows, strict=True)]
         offset = jnp.clip(last_idx - start, 0, chunk - 1)
         row = jnp.take_along_axis(outs[-1], offset[:, None, None], axis=1)[:, 0]
         return caches, jnp.where((last_idx // chunk == c)[:, None], row, last)
@@ -135,7 +137,6 @@ def decode_steps(
 ) -> ARState:
     """Runs up to n_steps (traced) more steps, fewer when every sequence is done."""
     n_batch, n_slots = state.tokens.shape
-    capacity = state.caches[0]["v"].shape[2]
     until = state.step + n_steps
 
     def running(state: ARState):
@@ -154,8 +155,9 @@ def decode_steps(
             state.caches,
             position,
         )
-        slot = jnp.where(state.done, capacity - 1, position)
-        caches = [write_row(*pair, slot) for pair in zip(state.caches, rows, strict=True)]
+        caches = [
+            write_row(*pair, position, ~state.done) for pair in zip(state.caches, rows, strict=True)
+        ]
         scores = model.logits(config, params, hidden[:, 0])
         new = jnp.where(state.done, state.last, sample(scores, keys, position + 1, sampling))
         write_idx = jnp.where(state.done, n_slots, state.n_tokens)  # out of range: dropped

@@ -1,5 +1,7 @@
 """The target model as free functions over its parameter tree: embed, layers, final norm, head.
 
+One decoder is assembled from layers of the kinds that the config lists.
+
 Parameters (every matrix [out, in], one tree per layer, never stacked):
 {"embed": {"weight"}, "layers": [...], "final_norm": {"weight"}, "lm_head": {"weight"} if untied}.
 """
@@ -13,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spd_jax.config import TargetConfig
-from spd_jax.models.layers import DecoderLayer, Rows
+from spd_jax.config import LayerKind, TargetConfig
+from spd_jax.models.cache import Rows
+from spd_jax.models.layers import DecoderLayer, norm_scale
 from spd_jax.ops.attention import causal_mask
 from spd_jax.ops.linear import linear
 from spd_jax.ops.norms import rms_norm
@@ -26,18 +29,10 @@ def embed(params: dict, input_ids: jax.Array) -> jax.Array:
 
 
 def run_layer(
-    config: TargetConfig,
-    layer: dict,
-    x: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
-    cache: Rows | None = None,
-    cache_len: jax.Array | None = None,
-    n_query: int | None = None,
+    config: TargetConfig, kind: LayerKind, layer: dict, x: jax.Array, *args, **more
 ) -> tuple[jax.Array, Rows]:
     """Applies one decoder layer; arguments and results as in `layers.DecoderLayer`."""
-    module = DecoderLayer(config)
-    return module.apply({"params": layer}, x, positions, mask, cache, cache_len, n_query)
+    return DecoderLayer(config, kind).apply({"params": layer}, x, *args, **more)
 
 
 def run_layers(
@@ -48,12 +43,13 @@ def run_layers(
     mask: jax.Array,
     caches: Sequence[Rows] | None = None,
     cache_len: jax.Array | None = None,
+    n_valid: jax.Array | None = None,
 ) -> tuple[list[jax.Array], list[Rows]]:
-    """Applies consecutive layers; returns the output of each [B, T, D] and its new rows."""
+    """Applies all layers; returns the output of each [B, T, D] and what its rows leave."""
     outputs, rows = [], []
-    for idx, layer in enumerate(layers):
+    for idx, (kind, layer) in enumerate(zip(config.layer_kinds, layers, strict=True)):
         cache = None if caches is None else caches[idx]
-        x, new_rows = run_layer(config, layer, x, positions, mask, cache, cache_len)
+        x, new_rows = run_layer(config, kind, layer, x, positions, mask, cache, cache_len, n_valid)
         outputs.append(x)
         rows.append(new_rows)
     return outputs, rows
@@ -62,7 +58,7 @@ def run_layers(
 def run_block(
     active: jax.Array, config: TargetConfig, layers: Sequence[dict], x: jax.Array, *args
 ) -> tuple[jax.Array, list[Rows]]:
-    """Runs consecutive layers where the scalar `active` holds, and returns zeros where not.
+    """Runs all layers where the scalar `active` holds, and returns zeros where not.
 
     A branch is one operation: it has read the caches before anything it returns can be written
     to them. Without it XLA's CPU backend copies every cache in every step of a loop.
@@ -89,7 +85,12 @@ def hidden_states(config: TargetConfig, params: dict, input_ids: jax.Array) -> l
 
 def normed(config: TargetConfig, params: dict, x: jax.Array) -> jax.Array:
     """Applies the final norm to hidden states of index L."""
-    return rms_norm(x, params["final_norm"]["weight"], config.norm_eps)
+    return rms_norm(x, final_scale(config, params), config.norm_eps)
+
+
+def final_scale(config: TargetConfig, params: dict) -> jax.Array:
+    """What the final norm multiplies by, float32 [D]."""
+    return norm_scale(params["final_norm"]["weight"], config.norm_offset)
 
 
 def head_weight(params: dict) -> jax.Array:
@@ -102,24 +103,32 @@ def logits(config: TargetConfig, params: dict, x: jax.Array) -> jax.Array:
     return linear(normed(config, params, x), head_weight(params), jnp.float32)
 
 
+def init_layer(
+    config: TargetConfig, kind: LayerKind, key: jax.Array, dtype: jnp.dtype = jnp.float32
+) -> dict:
+    """Returns one layer's random parameters (normal 0.02; norms one)."""
+    x, zero = jnp.zeros((1, 1, config.d_model), dtype), jnp.zeros((1, 1), jnp.int32)
+    return DecoderLayer(config, kind).init(key, x, zero, causal_mask(1))["params"]
+
+
 @functools.cache
-def layer_shapes(config: TargetConfig) -> dict:
+def layer_shapes(config: TargetConfig, kind: LayerKind) -> dict:
     """The parameter tree of one layer as abstract float32 arrays."""
-    x, zero = jnp.zeros((1, 1, config.d_model)), jnp.zeros((1, 1), jnp.int32)
-    init = functools.partial(DecoderLayer(config).init, x=x, positions=zero, mask=causal_mask(1))
-    return jax.eval_shape(init, jax.random.key(0))["params"]
+    return jax.eval_shape(functools.partial(init_layer, config, kind), jax.random.key(0))
 
 
 def init_params(config: TargetConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict:
     """Returns random parameters (normal 0.02; norms one) in the tree described above."""
-    x = jnp.zeros((1, 1, config.d_model), dtype)
-    module, zero = DecoderLayer(config), jnp.zeros((1, 1), jnp.int32)
     embed_key, head_key, *layer_keys = jax.random.split(key, config.n_layers + 2)
     shape = (config.vocab_size, config.d_model)
+    init_norm = jnp.zeros if config.norm_offset else jnp.ones
     params = {
         "embed": {"weight": 0.02 * jax.random.normal(embed_key, shape, dtype)},
-        "layers": [module.init(k, x, zero, causal_mask(1))["params"] for k in layer_keys],
-        "final_norm": {"weight": jnp.ones(config.d_model, dtype)},
+        "layers": [
+            init_layer(config, kind, layer_key, dtype)
+            for kind, layer_key in zip(config.layer_kinds, layer_keys, strict=True)
+        ],
+        "final_norm": {"weight": init_norm(config.d_model, dtype)},
     }
     if not config.tied_embeddings:
         params["lm_head"] = {"weight": 0.02 * jax.random.normal(head_key, shape, dtype)}

@@ -8,14 +8,17 @@ inside a branch or loop whose predicate differs by rank: it would hang.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spd_jax.pipeline.slots import unpack_layer
+from spd_jax.pipeline.slots import unpack_layers
 
 AXIS = "stage"
 Branch = Callable[[], Any]
@@ -53,25 +56,28 @@ class LocalComm:
         """Sums one array per shard of the heads."""
         return part
 
-    def run(self, rank: int, active: jax.Array, stage: Branch, draft: Branch) -> Any:
-        """Runs the rank's work, or returns zeros where it has none in this step."""
-        return self.when(active, draft if rank == self.n_stages else stage)
+    def run(
+        self, rank: int, active: jax.Array, works: Sequence[Branch], work_of: Sequence[int]
+    ) -> Any:
+        """Runs works[work_of[rank]], or returns zeros where the rank has none in this step."""
+        work = works[work_of[rank]]
+        return lax.cond(active, work, lambda: _zeros(self, work))
 
     def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         """Returns zeros that a branch may return beside a rank's own results."""
         return jnp.zeros(shape, dtype)
 
-    def when(self, active: jax.Array, work: Branch) -> Any:
-        """Runs work where the scalar `active` holds, and returns zeros where not."""
-        return lax.cond(active, work, lambda: _zeros(self, work))
-
     def select(self, table: Any, rank: int) -> Any:
         """Returns the rank's entry of a static table."""
         return table[rank]
 
-    def layer(self, slot: dict, shapes: Any) -> dict:
-        """Returns the layer parameters in a slot, of the kind that `shapes` describes."""
-        return slot
+    def rooms(self, counts: Sequence[Counter]) -> list[Counter]:
+        """Returns, per local rank, how many slots it has, of what each rank needs."""
+        return list(counts)
+
+    def layers(self, weights: Any, shapes: Sequence[dict]) -> list[dict]:
+        """Returns a rank's layers, whose trees are those of `shapes`."""
+        return weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,22 +106,24 @@ class MeshComm:
     def sum_shards(self, part: jax.Array) -> jax.Array:
         return lax.psum(part, AXIS)
 
-    def run(self, rank: jax.Array, active: jax.Array, stage: Branch, draft: Branch) -> Any:
-        idx = jnp.where(rank == self.n_stages, 2, 1)
-        branches = [lambda: _zeros(self, stage), stage, draft]
-        return lax.switch(jnp.where(active, idx, 0), branches)
+    def run(
+        self, rank: jax.Array, active: jax.Array, works: Sequence[Branch], work_of: Sequence[int]
+    ) -> Any:
+        idle = len(works)
+        idx = jnp.where(active, jnp.asarray(work_of)[rank], idle)
+        return lax.switch(idx, [*works, lambda: _zeros(self, works[0])])
 
     def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         return lax.pcast(jnp.zeros(shape, dtype), AXIS, to="varying")
 
-    def when(self, active: jax.Array, work: Branch) -> Any:
-        return lax.cond(active, work, lambda: _zeros(self, work))
-
     def select(self, table: Any, rank: jax.Array) -> jax.Array:
         return jnp.asarray(table)[rank]
 
-    def layer(self, slot: dict, shapes: Any) -> dict:
-        return unpack_layer(slot, shapes)
+    def rooms(self, counts: Sequence[Counter]) -> list[Counter]:
+        return [functools.reduce(operator.or_, counts)]  # the most that any rank needs
+
+    def layers(self, weights: Any, shapes: Sequence[dict]) -> list[dict]:
+        return unpack_layers(weights, shapes)
 
 
 Comm = LocalComm | MeshComm

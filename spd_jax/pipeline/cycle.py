@@ -7,6 +7,7 @@ Two collectives. Features are read as they were at the start of the cycle.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from spd_jax.models.cache import write_row
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.heads import Heads, choose, local_best
 from spd_jax.pipeline.spec import EngineSpec
-from spd_jax.pipeline.stages import run_draft, run_stage
+from spd_jax.pipeline.stages import Slots, run_draft, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.verify import control
 from spd_jax.pipeline.weights import EngineWeights
@@ -49,31 +50,38 @@ def run_cycle(
 def _compute(
     spec: EngineSpec, comm: Comm, weights: EngineWeights, state: PipelineState
 ) -> tuple[list[jax.Array], list]:
-    """Runs every local rank's work and writes the new cache rows."""
+    """Runs every local rank's work and writes the new rows."""
     n = spec.n_stages
     running = ~state.done
+    one = jnp.ones_like(state.newest)
     sent, caches = [], []
-    for rank, layers, cache in zip(comm.ranks, weights.ranks, state.caches, strict=True):
+    for rank, parameters, cache in zip(comm.ranks, weights.ranks, state.caches, strict=True):
         # The PDM keeps one row, the newest completed token's; a stage the row of its own token.
         in_flight = running & (rank < state.fill)
         position = jnp.maximum(state.newest - rank, 0)
 
-        def stage(rank=rank, layers=layers, cache=cache, position=position):
+        def stage(kinds, rank=rank, parameters=parameters, cache=cache, position=position):
             x = lax.dynamic_index_in_dim(state.hidden, jnp.minimum(rank, n - 1), keepdims=False)
             x, where = x[:, None], position[:, None]
-            return run_stage(spec, comm, rank, layers, cache, x, where, position)
+            return run_stage(spec, comm, rank, kinds, parameters, cache, x, where, position, one)
 
-        def draft(layers=layers, cache=cache):
-            return _draft(spec, comm, weights.projs, layers, cache, state)
+        def draft(parameters=parameters, cache=cache):
+            return _draft(spec, comm, weights.projs, parameters, cache, state)
 
         is_draft = rank == n
-        active = jnp.any(in_flight | (running & is_draft))
-        out, rows = comm.run(rank, active, stage, draft)
         keep = in_flight | (running & is_draft)
+        works = [functools.partial(stage, kinds) for kinds in spec.patterns] + [draft]
+        out, rows = comm.run(rank, jnp.any(keep), works, spec.work_of)
         position = jnp.where(is_draft, state.newest - state.fill, position)
-        spare = cache[0]["v"].shape[2] - 1
-        where = jnp.where(keep, position, spare)
-        caches.append([write_row(*pair, where) for pair in zip(cache, rows, strict=True)])
+        caches.append(
+            {
+                mixer: [
+                    write_row(*pair, position, keep)
+                    for pair in zip(slots, rows[mixer], strict=True)
+                ]
+                for mixer, slots in cache.items()
+            }
+        )
         sent.append(out)
     return sent, caches
 
@@ -82,8 +90,8 @@ def _draft(
     spec: EngineSpec,
     comm: Comm,
     projs: list[dict],
-    layers: list[dict],
-    cache: list,
+    parameters: list[dict] | dict,
+    cache: Slots,
     state: PipelineState,
 ):
     """Aggregates and runs rows p-f (completed) and p-f+1..p (in flight), newest last."""
@@ -105,7 +113,7 @@ def _draft(
     return run_draft(
         spec,
         comm,
-        layers,
+        parameters,
         cache,
         rows,
         jnp.maximum(positions, 0),

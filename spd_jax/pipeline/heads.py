@@ -21,14 +21,14 @@ from spd_jax.pipeline.comm import Comm
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["final_norm", "embed", "target", "target_ids", "draft", "draft_ids"],
+    data_fields=["final_scale", "embed", "target", "target_ids", "draft", "draft_ids"],
     meta_fields=["norm_eps"],
 )
 @dataclasses.dataclass(frozen=True)
 class Heads:
     """One shard's rows; the whole vocabulary where there is one shard."""
 
-    final_norm: jax.Array  # [D]
+    final_scale: jax.Array  # float32 [D], what the final norm multiplies by
     embed: jax.Array  # [ceil(V / R), D], row j is id j * R + shard
     target: jax.Array | None  # same layout; None: tied to `embed`
     target_ids: jax.Array  # int32 [ceil(V / R)], -1 where there is no such id
@@ -58,7 +58,7 @@ def local_best(
     heads: Heads, comm: Comm, hidden: jax.Array, rows: jax.Array, ids: jax.Array
 ) -> jax.Array:
     """Returns int32 [B, 2 + D] (value, id, embedding row; floats bitcast) of this shard's best."""
-    normed = rms_norm(hidden, heads.final_norm, heads.norm_eps)
+    normed = rms_norm(hidden, heads.final_scale, heads.norm_eps)
     scores = jnp.where(ids >= 0, linear(normed, rows, jnp.float32), -jnp.inf)
     best = jnp.argmax(scores, axis=-1)  # the lowest index, so the lowest id
     value = jnp.take_along_axis(scores, best[:, None], axis=1)

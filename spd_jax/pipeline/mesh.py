@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.pipeline.comm import AXIS
 
 PLACEMENTS = ("auto", "dedicated", "virtual")

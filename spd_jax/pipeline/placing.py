@@ -1,14 +1,15 @@
 """Puts parameters where the engine reads them.
 
-Virtual mode shares the per-layer arrays. On a mesh, layer slot p is one leaf [R, ...] per kind of
-array: rank s < N holds the p-th layer of stage s there, rank N the p-th layer of the draft
-module. A rank without such an array holds zeros; `wasted_bytes` counts them.
+Virtual mode shares the per-layer arrays. On a mesh they lie in the slots of `slots`: rank s < N
+holds the layers of stage s there, rank N those of the draft module. A rank without an array that
+another rank has in the same place holds zeros; `wasted_bytes` counts them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.pipeline.comm import AXIS
 from spd_jax.pipeline.heads import Heads, shard_ids
-from spd_jax.pipeline.slots import leaf_key
+from spd_jax.pipeline.slots import Packed, place_layers, unpack_layers
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.weights import EngineWeights
 
@@ -46,7 +47,7 @@ def local_weights(spec: EngineSpec, target_params: dict, draft_params: dict) -> 
     ids = spec.draft.draft_ids
     own = spec.draft.head == "own" or ids is not None
     heads = Heads(
-        final_norm=target_params["final_norm"]["weight"],
+        final_scale=model.final_scale(spec.target, target_params),
         embed=target_params["embed"]["weight"],
         target=None if spec.target.tied_embeddings else target_params["lm_head"]["weight"],
         target_ids=jnp.arange(spec.target.vocab_size, dtype=jnp.int32),
@@ -60,14 +61,8 @@ def local_weights(spec: EngineSpec, target_params: dict, draft_params: dict) -> 
 def shard_target(params: dict, config: TargetConfig, layout: Layout) -> dict:
     """Returns the target's parameters as {"slots", "embed", "final_norm", "lm_head"} on a mesh."""
     pipeline, n_ranks = layout.pipeline, layout.mesh.devices.size
-    slots = []
-    for p in range(pipeline.max_layers):
-        slot = {}
-        for s in range(pipeline.n_stages):
-            if p < pipeline.stage_layers[s]:
-                for key, leaf in _leaves(params["layers"][pipeline.starts[s] + p]):
-                    slot.setdefault(key, [None] * n_ranks)[s] = leaf
-        slots.append({key: _stack(parts, layout.mesh) for key, parts in slot.items()})
+    stages = [params["layers"][a:b] for a, b in itertools.pairwise(pipeline.starts)]
+    slots = _pack(stages, n_ranks, lambda parts: _stack(parts, layout.mesh))
     table = shard_ids(np.arange(config.vocab_size), n_ranks)
     sharded = {"slots": slots, "final_norm": _replicate(params["final_norm"], layout.mesh)}
     for name in ("embed", "lm_head"):
@@ -78,20 +73,14 @@ def shard_target(params: dict, config: TargetConfig, layout: Layout) -> dict:
 
 def unshard_target(sharded: dict, config: TargetConfig, layout: Layout) -> dict:
     """The inverse of `shard_target`: one array per layer, on the first device."""
-    pipeline = layout.pipeline
-    shapes = model.layer_shapes(config)
+    starts = layout.pipeline.starts
+    shapes = [model.layer_shapes(config, kind) for kind in config.layer_kinds]
     layers = []
-    for s in range(pipeline.n_stages):
-        for p in range(pipeline.stage_layers[s]):
-            slot = sharded["slots"][p]
-            layers.append(
-                jax.tree_util.tree_map_with_path(
-                    lambda path, x, slot=slot, s=s: jnp.asarray(
-                        np.asarray(_sorted_shards(slot[leaf_key(path, x.shape)])[s].data[0])
-                    ),
-                    shapes,
-                )
-            )
+    for s, (first, end) in enumerate(itertools.pairwise(starts)):
+        there = unpack_layers(sharded["slots"], shapes[first:end])
+        layers += jax.tree.map(
+            lambda x, s=s: jnp.asarray(np.asarray(_sorted_shards(x)[s].data[0])), there
+        )
     params: dict[str, Any] = {
         "layers": layers,
         "final_norm": jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), sharded["final_norm"]),
@@ -107,15 +96,13 @@ def unshard_target(sharded: dict, config: TargetConfig, layout: Layout) -> dict:
 def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh) -> EngineWeights:
     """Adds the draft module to a sharded target: its layers on rank N, its head on all ranks."""
     n_ranks = mesh.devices.size
-    slots = [dict(slot) for slot in sharded["slots"]]
-    while len(slots) < spec.draft.n_layers:
-        slots.append({})
-    for slot, layer in zip(slots, draft_params["layers"], strict=False):
-        for key, leaf in _leaves(layer):
-            if key in slot:
-                slot[key] = _with_last(slot[key], leaf, mesh)
-            else:
-                slot[key] = _stack([*[None] * (n_ranks - 1), leaf], mesh)
+    slots = {part: [dict(slot) for slot in there] for part, there in sharded["slots"].items()}
+    for part, nth, key, leaf in place_layers(draft_params["layers"]):
+        slot = _slot(slots, part, nth)
+        if key in slot:
+            slot[key] = _with_last(slot[key], leaf, mesh)
+        else:
+            slot[key] = _stack([*[None] * (n_ranks - 1), leaf], mesh)
     table = shard_ids(np.arange(spec.target.vocab_size), n_ranks)
     own = spec.draft.head == "own" or spec.draft.draft_ids is not None
     draft, draft_table = None, None
@@ -134,7 +121,7 @@ def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh
                 mesh,
             )  # fmt: skip
     heads = Heads(
-        final_norm=sharded["final_norm"]["weight"],
+        final_scale=model.final_scale(spec.target, sharded),
         embed=sharded["embed"]["weight"],
         target=None if spec.target.tied_embeddings else sharded["lm_head"]["weight"],
         target_ids=_place(table, mesh),
@@ -151,30 +138,45 @@ def weight_specs(weights: EngineWeights) -> EngineWeights:
     return dataclasses.replace(
         specs,
         projs=jax.tree.map(lambda _: EVERYWHERE, weights.projs),
-        heads=dataclasses.replace(specs.heads, final_norm=EVERYWHERE),
+        heads=dataclasses.replace(specs.heads, final_scale=EVERYWHERE),
     )
 
 
 def wasted_bytes(spec: EngineSpec, weights: EngineWeights) -> list[int]:
     """Bytes of layer slots that hold nothing, per rank of a mesh."""
+    there = weights.ranks[0]
+    bytes_of = {
+        (part, nth, key): leaf.nbytes // leaf.shape[0]
+        for part, slots in there.items()
+        for nth, slot in enumerate(slots)
+        for key, leaf in slot.items()
+    }
     waste = []
-    target_keys = dict(_leaves(model.layer_shapes(spec.target)))
-    draft_keys = dict(_leaves(model.layer_shapes(spec.draft_layer)))
-    for rank in range(spec.n_stages + 1):
-        total = 0
-        for p, slot in enumerate(weights.ranks[0]):
-            if rank < spec.n_stages:
-                used = target_keys if p < spec.pipeline.stage_layers[rank] else {}
-            else:
-                used = draft_keys if p < spec.draft.n_layers else {}
-            total += sum(leaf.nbytes // leaf.shape[0] for k, leaf in slot.items() if k not in used)
-        waste.append(total)
+    for rank, kinds in enumerate(spec.rank_kinds):
+        config = spec.target if rank < spec.n_stages else spec.draft_layer
+        shapes = [model.layer_shapes(config, kind) for kind in kinds]
+        used = {place[:3] for place in place_layers(shapes)}
+        waste.append(sum(size for place, size in bytes_of.items() if place not in used))
     return waste
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield leaf_key(path, leaf.shape), leaf
+def _pack(ranks: Sequence[Sequence[dict]], n_ranks: int, join: Callable) -> Packed:
+    """Joins what each rank has in a slot: join(array or None of every rank)."""
+    parts: Packed = {}
+    for rank, layers in enumerate(ranks):
+        for part, nth, key, leaf in place_layers(layers):
+            _slot(parts, part, nth).setdefault(key, [None] * n_ranks)[rank] = leaf
+    return {
+        part: [{key: join(leaves) for key, leaves in slot.items()} for slot in slots]
+        for part, slots in parts.items()
+    }
+
+
+def _slot(parts: Packed, part: str, nth: int) -> dict[str, Any]:
+    """The nth slot of a part, made where it lacks."""
+    slots = parts.setdefault(part, [])
+    slots += [{} for _ in range(nth + 1 - len(slots))]
+    return slots[nth]
 
 
 def _shards(array: jax.Array) -> list[np.ndarray]:

@@ -5,19 +5,22 @@ All stages work at once; anchors wait in a ring of N + 1 chunks until the PDM ha
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from spd_jax.models.aggregate import make_row, normalise
-from spd_jax.models.cache import init_cache
-from spd_jax.models.layers import Rows
+from spd_jax.models.cache import Rows, init_cache, write_chunk
 from spd_jax.models.reference import is_stop
 from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.heads import Heads, choose, embed_rows, local_best
+from spd_jax.pipeline.slots import cache_slots
 from spd_jax.pipeline.spec import EngineSpec
-from spd_jax.pipeline.stages import run_draft, run_stage
+from spd_jax.pipeline.stages import Slots, run_draft, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.weights import EngineWeights
 
@@ -28,7 +31,7 @@ def run_prefill(
     spec: EngineSpec,
     comm: Comm,
     weights: EngineWeights,
-    caches: list[list[Rows]],
+    caches: list[Slots],
     prompts: jax.Array,
     inputs: Inputs,
     n_slots: int,
@@ -63,7 +66,7 @@ def run_prefill(
         ring = ring.at[t % (n + 1), :, :, 0].set(entered[0])
         features = ring[(t - n) % (n + 1)]  # of the chunk at the PDM
         sent, caches = _compute_chunk(
-            spec, comm, weights, caches, t, n_chunks, chunk, entered, features
+            spec, comm, weights, caches, t, n_chunks, chunk, entered, features, prompt_lens
         )
         gathered = comm.gather_ranks(sent)  # [N+1, K, B, C, D]
         for m, (stage, k) in enumerate(spec.anchor_sites, start=1):
@@ -89,7 +92,7 @@ def _first_state(
     spec: EngineSpec,
     comm: Comm,
     heads: Heads,
-    caches: list[list[Rows]],
+    caches: list[Slots],
     last_hidden: jax.Array,
     anchors: jax.Array,
     inputs: Inputs,
@@ -121,54 +124,56 @@ def _first_state(
 
 
 def empty_caches(
-    spec: EngineSpec,
-    comm: Comm,
-    n_slots: tuple[int, ...],
-    n_batch: int,
-    capacity: int,
-    dtype: jnp.dtype,
-) -> list[list[Rows]]:
-    """Returns zero caches: per local rank, as many layer slots as `n_slots` says."""
-    empty = jax.eval_shape(lambda: init_cache(spec.target, n_batch, capacity, dtype))
+    spec: EngineSpec, comm: Comm, n_batch: int, capacity: int, dtype: jnp.dtype
+) -> list[Slots]:
+    """Returns zero caches per local rank: a ring of N states for each delta-net layer."""
+    counts = [Counter(mixer for mixer, _ in cache_slots(kinds)) for kinds in spec.rank_kinds]
+
+    def empty(mixer: str) -> Rows:
+        cache = jax.eval_shape(
+            lambda: init_cache(spec.target, mixer, n_batch, capacity, spec.n_stages, dtype)
+        )
+        return jax.tree.map(lambda x: comm.zeros(x.shape, x.dtype), cache)
+
     return [
-        [jax.tree.map(lambda x: comm.zeros(x.shape, x.dtype), empty) for _ in range(slots)]
-        for slots in n_slots
+        {mixer: [empty(mixer) for _ in range(n)] for mixer, n in sorted(room.items())}
+        for room in comm.rooms(counts)
     ]
 
 
-def _compute_chunk(spec, comm, weights, caches, t, n_chunks, chunk, entered, features):
-    """Runs every local rank on its chunk of step t and writes the new cache rows."""
+def _compute_chunk(spec, comm, weights, caches, t, n_chunks, chunk, entered, features, prompt_lens):
+    """Runs every local rank on its chunk of step t and writes the new rows."""
     n = spec.n_stages
     n_batch = entered.shape[1]
     sent, written = [], []
-    for rank, layers, cache in zip(comm.ranks, weights.ranks, caches, strict=True):
+    for rank, parameters, cache in zip(comm.ranks, weights.ranks, caches, strict=True):
         c = t - rank
         active = (c >= 0) & (c < n_chunks)
         start = jnp.clip(c, 0, n_chunks - 1) * chunk
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (n_batch, chunk))
-        cache_len = jnp.broadcast_to(start, (n_batch,))
+        before, ends = (jnp.minimum(end, prompt_lens) for end in (start, start + chunk))
 
-        def stage(rank=rank, layers=layers, cache=cache, where=positions, seen=cache_len):
+        def stage(
+            kinds, rank=rank, mine=parameters, cache=cache, at=positions, n_seen=before, ends=ends
+        ):
             x = lax.dynamic_index_in_dim(entered, jnp.minimum(rank, n - 1), keepdims=False)
-            return run_stage(spec, comm, rank, layers, cache, x, where, seen)
+            return run_stage(spec, comm, rank, kinds, mine, cache, x, at, n_seen, ends - n_seen)
 
-        def draft(layers=layers, cache=cache, where=positions, seen=cache_len):
+        def draft(mine=parameters, cache=cache, at=positions, n_seen=before):
             prepared = normalise(spec.draft, features, spec.target.norm_eps)
             rows = make_row(weights.projs, prepared, spec.row_types[n])
-            return run_draft(spec, comm, layers, cache, rows, where, causal_mask(chunk), seen)
+            return run_draft(spec, comm, mine, cache, rows, at, causal_mask(chunk), n_seen)
 
-        out, rows = comm.run(rank, active, stage, draft)
-        written.append([_write_if(active, *pair, start) for pair in zip(cache, rows, strict=True)])
+        works = [functools.partial(stage, kinds) for kinds in spec.patterns] + [draft]
+        out, rows = comm.run(rank, active, works, spec.work_of)
+        written.append(
+            {
+                mixer: [
+                    write_chunk(*pair, start, ends, active)
+                    for pair in zip(slots, rows[mixer], strict=True)
+                ]
+                for mixer, slots in cache.items()
+            }
+        )
         sent.append(out)
     return sent, written
-
-
-def _write_if(active: jax.Array, cache: Rows, rows: Rows, start: jax.Array) -> Rows:
-    """Writes a chunk's rows at start, or what is there already where not active."""
-    axes = {"k": 3, "v": 2}
-    written = {}
-    for name, axis in axes.items():
-        old = lax.dynamic_slice_in_dim(cache[name], start, rows[name].shape[axis], axis)
-        new = jnp.where(active, rows[name], old)
-        written[name] = lax.dynamic_update_slice_in_dim(cache[name], new, start, axis)
-    return written

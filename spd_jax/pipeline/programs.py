@@ -89,8 +89,7 @@ def compact(
 def _run_prefill(weights, prompts, inputs, *, spec, mesh, capacity, n_slots):
     def fn(comm, weights, prompts, inputs):
         dtype = weights.heads.embed.dtype
-        per_rank = tuple(len(rank) for rank in weights.ranks)
-        caches = empty_caches(spec, comm, per_rank, prompts.shape[0], capacity, dtype)
+        caches = empty_caches(spec, comm, prompts.shape[0], capacity, dtype)
         return run_prefill(spec, comm, weights, caches, prompts, inputs, n_slots)
 
     return _on_ranks(fn, spec, mesh, weights, prompts, inputs)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
-from spd_jax.models.draft import layer_config
+from spd_jax.config import DraftConfig, LayerKind, PipelineConfig, TargetConfig
+from spd_jax.models.draft import KIND, layer_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,24 @@ class EngineSpec:
     def draft_layer(self) -> TargetConfig:
         """Geometry of the PDM's layers."""
         return layer_config(self.target, self.draft)
+
+    @functools.cached_property
+    def rank_kinds(self) -> tuple[tuple[LayerKind, ...], ...]:
+        """The layers of each stage, and of the PDM."""
+        starts, kinds = self.pipeline.starts, self.target.layer_kinds
+        stages = [kinds[starts[s] : starts[s + 1]] for s in range(self.n_stages)]
+        return (*stages, (KIND,) * self.draft.n_layers)
+
+    @functools.cached_property
+    def patterns(self) -> tuple[tuple[LayerKind, ...], ...]:
+        """The unlike sequences of layers that stages run."""
+        return tuple(dict.fromkeys(self.rank_kinds[: self.n_stages]))
+
+    @functools.cached_property
+    def work_of(self) -> tuple[int, ...]:
+        """Per rank: which of the patterns it runs, or the PDM, which comes after them."""
+        stages = [self.patterns.index(kinds) for kinds in self.rank_kinds[: self.n_stages]]
+        return (*stages, len(self.patterns))
 
     @functools.cached_property
     def row_types(self) -> tuple[int, ...]:

@@ -1,61 +1,56 @@
 """The work of one rank: a stage's layers, or the draft module's, over read-only caches.
 
-Both return what the rank sends out [K, B, T, D] and the new cache rows of every layer slot.
+Both return what the rank sends out [K, B, T, D] and the new rows of every cache slot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from spd_jax.config import LayerKind
 from spd_jax.models import target as model
-from spd_jax.models.layers import Rows
+from spd_jax.models.cache import Rows, row_shapes
+from spd_jax.models.draft import KIND
 from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline.comm import Comm
+from spd_jax.pipeline.slots import cache_slots
 from spd_jax.pipeline.spec import EngineSpec
 
-Sent = tuple[jax.Array, list[Rows]]
+Slots = dict[str, list[Rows]]  # mixer -> slot -> a cache, or its new rows
+Sent = tuple[jax.Array, Slots]
 
 
 def run_stage(
     spec: EngineSpec,
     comm: Comm,
     rank: int | jax.Array,
-    layers: list[dict],
-    caches: list[Rows],
+    kinds: Sequence[LayerKind],
+    weights: list[dict] | dict,
+    caches: Slots,
     x: jax.Array,
     positions: jax.Array,
     cache_len: jax.Array,
+    n_valid: jax.Array,
 ) -> Sent:
-    """Runs the rank's target layers on T consecutive tokens per sequence.
+    """Runs the rank's target layers, which are of `kinds`, on T consecutive tokens per sequence.
 
     Args:
-      layers, caches: one per slot; on a mesh a stage may fill fewer than all.
-      x: [B, T, D] stage input; positions: int [B, T]; cache_len: int [B].
+      weights, caches: of the rank; on a mesh a stage may need fewer slots than there are.
+      x: [B, T, D] stage input; positions: int [B, T]; cache_len, n_valid: int [B].
     """
     mask = causal_mask(x.shape[1])
-    n_here = comm.select(spec.pipeline.stage_layers + (0,), rank)
-    n_always = min(spec.pipeline.stage_layers)
-    passed, rows = [x], []
-    shapes = model.layer_shapes(spec.target)
-
-    for slot, (packed, cache) in enumerate(zip(layers, caches, strict=True)):
-
-        def run(x=x, packed=packed, cache=cache):
-            layer = comm.layer(packed, shapes)
-            return model.run_layer(spec.target, layer, x, positions, mask, cache, cache_len)
-
-        if isinstance(n_here, int) or slot < n_always:
-            x, new = run()
-        elif slot < spec.pipeline.max_layers:
-            out, new = comm.when(slot < n_here, run)
-            x = jnp.where(slot < n_here, out, x)
-        else:
-            x, new = x, _no_rows(comm, cache, x.shape[1])
+    layers = comm.layers(weights, [model.layer_shapes(spec.target, kind) for kind in kinds])
+    passed, rows = [x], _no_rows(comm, caches, x.shape[1])
+    for kind, layer, (mixer, slot) in zip(kinds, layers, cache_slots(kinds), strict=True):
+        x, rows[mixer][slot] = model.run_layer(
+            spec.target, kind, layer, x, positions, mask, caches[mixer][slot], cache_len, n_valid
+        )
         passed.append(x)
-        rows.append(new)
     emit = comm.select(spec.emits + (spec.emits[0],), rank)
-    if isinstance(n_here, int):
+    if isinstance(rank, int):
         return jnp.stack([passed[i] for i in emit]), rows
     return jnp.take(jnp.stack(passed), emit, axis=0), rows
 
@@ -63,8 +58,8 @@ def run_stage(
 def run_draft(
     spec: EngineSpec,
     comm: Comm,
-    layers: list[dict],
-    caches: list[Rows],
+    weights: list[dict] | dict,
+    caches: Slots,
     rows: jax.Array,
     positions: jax.Array,
     mask: jax.Array,
@@ -74,7 +69,7 @@ def run_draft(
     """Runs the draft module's layers on aggregated rows.
 
     Args:
-      layers: at least L_s slots, of which the first L_s are used; caches likewise.
+      weights, caches: of the rank; its layers take the first slots.
       rows: [B, T, D]; positions: int [B, T]; mask: bool [B or 1, T, T]; cache_len: int [B].
       kept: int [B], the one row whose keys and values are returned; None: all T.
 
@@ -83,33 +78,34 @@ def run_draft(
       where `kept` is None, since filling the caches needs no output. And the new cache rows.
     """
     n_batch, n_rows, width = rows.shape
-    new_rows, x = [], rows
-    n_layers, shapes = spec.draft.n_layers, model.layer_shapes(spec.draft_layer)
-    for slot, cache in enumerate(caches):
-        if slot >= n_layers:
-            new_rows.append(_no_rows(comm, cache, n_rows))
-            continue
-        layer = comm.layer(layers[slot], shapes)
+    n_layers, shapes = spec.draft.n_layers, model.layer_shapes(spec.draft_layer, KIND)
+    new_rows, x = _no_rows(comm, caches, n_rows), rows
+    for slot, layer in enumerate(comm.layers(weights, [shapes] * n_layers)):
         last = slot == n_layers - 1  # of its queries only the newest row's is of use
-        n_query = 1 if last else None
-        seen = mask[:, -1:] if last else mask
-        x, new = model.run_layer(
-            spec.draft_layer, layer, x, positions, seen, cache, cache_len, n_query
+        x, new_rows[KIND.mixer][slot] = model.run_layer(
+            spec.draft_layer,
+            KIND,
+            layer,
+            x,
+            positions,
+            mask[:, -1:] if last else mask,
+            caches[KIND.mixer][slot],
+            cache_len,
+            n_query=1 if last else None,
         )
-        new_rows.append(new)
     n_sent = len(spec.emits[0])
     if kept is None:
         return comm.zeros((n_sent, n_batch, n_rows, width), x.dtype), new_rows
     sent = jnp.zeros((n_sent, *x.shape), x.dtype).at[0].set(x)
-    return sent, [_one_row(new, kept) for new in new_rows]
+    one_row = [_one_row(new, kept) for new in new_rows[KIND.mixer]]
+    return sent, new_rows | {KIND.mixer: one_row}
 
 
-def _no_rows(comm: Comm, cache: Rows, n_rows: int) -> Rows:
-    b, g, e, _ = cache["k"].shape
-    return {
-        "k": comm.zeros((b, g, e, n_rows), cache["k"].dtype),
-        "v": comm.zeros((b, g, n_rows, e), cache["v"].dtype),
+def _no_rows(comm: Comm, caches: Slots, n_rows: int) -> Slots:
+    shapes = {
+        mixer: [row_shapes(cache, n_rows) for cache in slots] for mixer, slots in caches.items()
     }
+    return jax.tree.map(lambda x: comm.zeros(x.shape, x.dtype), shapes)
 
 
 def _one_row(rows: Rows, idx: jax.Array) -> Rows:

@@ -7,7 +7,7 @@ import functools
 
 import jax
 
-from spd_jax.models.layers import Rows
+from spd_jax.pipeline.stages import Slots
 
 _FIELDS = [
     "caches", "hidden", "ring", "tokens", "accepted", "newest", "fill", "n_committed",
@@ -20,7 +20,7 @@ _FIELDS = [
 class PipelineState:
     """State between two cycles; donated. Only `caches` differ by rank, the rest is replicated."""
 
-    caches: list[list[Rows]]  # [local rank][layer slot]; K [B, G, E, S], V [B, G, S, E]; cycle
+    caches: list[Slots]  # [local rank][mixer][slot], leaves [B, ...] of `models.cache`; cycle
     hidden: jax.Array  # [N, B, D], input of each stage in the next cycle; written by the cycle
     ring: jax.Array  # [B, N+1, M, D], anchors of position x at x mod (N+1); cycle, as they pass
     tokens: jax.Array  # int32 [B, slots], ids by position - prompt length; drafts in flight too

@@ -8,6 +8,7 @@ import functools
 import jax
 
 from spd_jax.pipeline.heads import Heads
+from spd_jax.pipeline.slots import Packed
 
 
 @functools.partial(
@@ -17,6 +18,6 @@ from spd_jax.pipeline.heads import Heads
 class EngineWeights:
     """As a program sees them on one device."""
 
-    ranks: list[list[dict]]  # [local rank][slot] layer parameters; on a mesh: packed leaves
+    ranks: list[list[dict] | Packed]  # per local rank: its layers; on a mesh: packed slots
     projs: list[dict]  # the PDM's aggregation matrices, replicated
     heads: Heads  # this device's shard

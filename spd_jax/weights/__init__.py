@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spd_jax.config import ConfigError, DraftConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import AnyDraftConfig
 from spd_jax.weights.loaded import LoadedTarget
 
 __all__ = ["LoadedTarget", "load_draft_file", "load_target_files"]
@@ -54,7 +55,7 @@ def load_target_files(source: str | Path, dtype: str = "float32") -> LoadedTarge
 
 def load_draft_file(
     source: str | Path, dtype: str = "float32"
-) -> tuple[DraftConfig, dict[str, Any], dict[str, Any]]:
+) -> tuple[AnyDraftConfig, dict[str, Any], dict[str, Any]]:
     """Reads a draft module.
 
     Args:
@@ -62,7 +63,8 @@ def load_draft_file(
         head_config.json, or a directory that holds these two.
       dtype: run dtype of the arrays; stored bfloat16 is widened.
     Returns:
-      its DraftConfig; its parameter tree; what is known of its target, by TargetConfig's names.
+      its DraftConfig or V10DraftConfig; its parameter tree; what is known of its target, by
+      TargetConfig's names.
     Raises:
       ConfigError: nothing usable there.
     """

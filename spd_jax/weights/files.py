@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 
 
 def one_line(error: BaseException | str) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-from spd_jax.config import ConfigError, Llama3Scaling, TargetConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import Llama3Scaling, TargetConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import file_sha256, one_line
 from spd_jax.weights.gguf_tokenizer import tokenizer_from_gguf

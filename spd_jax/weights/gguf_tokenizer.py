@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line, replace_file
 from spd_jax.weights.tokenizer import ChatTokenizer, wrap_backend
 

@@ -18,14 +18,9 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from spd_jax.config import (
-    ConfigError,
-    DraftConfig,
-    PipelineConfig,
-    TargetConfig,
-    from_fields,
-    suggest,
-)
+from spd_jax.checks import ConfigError, from_fields, suggest
+from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig, refuse_v10
+from spd_jax.models.draft import DEFAULT_D_FF
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json, sync_directory, sync_file
 from spd_jax.weights.loaded import run_dtype
@@ -33,6 +28,7 @@ from spd_jax.weights.tensors import TensorFile
 
 FORMAT, VERSION = "spd_jax.pdm", 1
 CONFIG_NAME, TENSORS_NAME, CARD_NAME = "config.json", "model.safetensors", "README.md"
+TARGET_FACTS = ("model_type", "attn_gate")
 TARGET_SIZES = ("d_model", "vocab_size", "n_heads", "n_kv_heads", "head_dim", "d_ff", "n_layers")
 
 
@@ -56,6 +52,7 @@ def save_head(
     Raises:
       ConfigError: the path holds something else, or the disk refuses.
     """
+    refuse_v10(config, str(directory), "saved as a head directory")
     directory, to = Path(directory), run_dtype(dtype)
     tensors = {
         name: array.astype(to)
@@ -70,7 +67,7 @@ def save_head(
     draft = dataclasses.asdict(config)
     if draft.pop("draft_ids") is not None:
         tensors[keymaps.DRAFT_IDS] = np.asarray(config.draft_ids, np.int32)
-    described = {name: getattr(target, name) for name in (*TARGET_SIZES, "model_type")}
+    described = {name: getattr(target, name) for name in (*TARGET_SIZES, *TARGET_FACTS)}
     fields = {"format": FORMAT, "version": VERSION, "draft": draft, "target": described}
     try:
         _check_replaceable(directory)
@@ -101,7 +98,7 @@ def load_head_dir(
 
     Returns:
       its DraftConfig; its parameter tree of numpy arrays in the run dtype; the geometry of its
-      target by TargetConfig's names (`TARGET_SIZES` and model_type).
+      target by TargetConfig's names (`TARGET_SIZES` and `TARGET_FACTS`).
     Raises:
       ConfigError: not such a directory, a misspelt field, or weights that do not fit it.
     """
@@ -144,25 +141,26 @@ def load_head_dir(
 
 def _check_target(target: dict[str, Any], path: Path) -> None:
     """Raises ConfigError unless these are the sizes and the type of a target."""
-    known = (*TARGET_SIZES, "model_type")
+    known = (*TARGET_SIZES, *TARGET_FACTS)
     for name in target:
         if name not in known:
             raise ConfigError(f"{path}: unknown field {name!r} of 'target'; {suggest(name, known)}")
     for name in TARGET_SIZES:
-        if type(target.get(name)) is not int or target[name] < 1:
-            raise ConfigError(f"{path}: target.{name} must be a positive integer")
+        value = target.get(name)
+        if (type(value) is not int or value < 1) and not (name == "d_ff" and value is None):
+            raise ConfigError(f"{path}: target.{name} must be a positive integer, got {value!r}")
+    if type(target.get("attn_gate", False)) is not bool:
+        raise ConfigError(f"{path}: target.attn_gate must be true or false")
     if not isinstance(target.get("model_type"), str):
         raise ConfigError(f"{path}: target.model_type must be a text, like 'llama'")
 
 
 def _sizes(config: DraftConfig, target: dict[str, Any]) -> dict[str, int]:
     ids = config.draft_ids
-    return {
+    heads = (target["n_heads"], target["n_kv_heads"], target["head_dim"])
+    return keymaps.attention_sizes(*heads, target.get("attn_gate", False)) | {
         "D": target["d_model"],
-        "E": target["head_dim"],
-        "HE": target["n_heads"] * target["head_dim"],
-        "GE": target["n_kv_heads"] * target["head_dim"],
-        "F": target["d_ff"] if config.d_ff is None else config.d_ff,
+        "F": config.d_ff or target.get("d_ff") or DEFAULT_D_FF,
         "W": target["vocab_size"] if ids is None else len(ids),
     }
 

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from spd_jax.config import ConfigError, TargetConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import TargetConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import file_sha256, read_json
-from spd_jax.weights.hf_config import config_from_hf, config_to_hf
+from spd_jax.weights.hf_config import config_from_hf, config_to_hf, text_config
 from spd_jax.weights.loaded import LoadedTarget, run_dtype
 from spd_jax.weights.tensors import TensorFile
 from spd_jax.weights.tokenizer import ChatTokenizer, tokenizer_from_directory
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _IGNORED = ("rotary_emb.inv_freq",)  # buffers that old checkpoints store
+_COMPOSITE_PREFIX = "model.language_model."  # of the language model's tensors in multimodal ones
+_OTHER_PARTS = ("model.visual.", "mtp.")
+
+log = logging.getLogger("spd_jax")
 
 
 def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
@@ -36,22 +42,26 @@ def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
     hf = read_json(config_path)
     config = config_from_hf(hf, config_path)
     files, weights_path = _weight_files(directory)
-    left = {name for name in files if not name.endswith(_IGNORED)}
+    names = _language_model(files, directory)
+    left = {name for name in names if not name.endswith(_IGNORED)}
     left -= {"lm_head.weight"} if config.tied_embeddings else set()
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in files:
+        if name not in names:
             raise ConfigError(f"{weights_path}: no tensor {name}; the checkpoint is not complete")
         left.discard(name)
-        return files[name].take(name, shape).astype(to, copy=False)
+        stored = names[name]
+        return files[stored].take(stored, shape).astype(to, copy=False)
 
-    params = keymaps.read_target(config, "hf", keymaps.HF_LAYER_PREFIX, take)
+    fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+    params = keymaps.read_target(config, "hf", keymaps.HF_LAYER_PREFIX, take, fused)
     if left:
         raise ConfigError(
             f"{weights_path}: unsupported tensor {min(left)}; use a plain {config.model_type}"
         )
     tokenizer = tokenizer_from_directory(directory)
     sha256 = _weights_sha256({file.path for file in files.values()}, weights_path)
+    hf = text_config(hf, config_path) | {k: v for k, v in hf.items() if v is not None}
     stop_ids = _stop_ids(directory, hf, tokenizer, config.vocab_size)
     return LoadedTarget(config, params, tokenizer, stop_ids, sha256)
 
@@ -74,14 +84,7 @@ def write_target(directory: str | Path, config: TargetConfig, params: dict[str, 
     """Writes config.json and model.safetensors; arrays keep their dtype."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    sizes = keymaps.target_sizes(config)
-    ends = [keymaps.EMBED, keymaps.FINAL_NORM]
-    ends += [] if config.tied_embeddings else [keymaps.LM_HEAD]
-    tensors = dict(keymaps.write_leaves(params, ends, "", sizes))
-    for i, layer in enumerate(params["layers"]):
-        prefix = keymaps.HF_LAYER_PREFIX.format(i=i)
-        leaves = keymaps.layer_leaves(config.qk_norm)
-        tensors |= keymaps.write_leaves(layer, leaves, prefix, sizes)
+    tensors = dict(keymaps.write_target(config, params, keymaps.HF_LAYER_PREFIX))
     save_file(tensors, str(directory / _SINGLE), metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config_to_hf(config), indent=2) + "\n")
 
@@ -107,6 +110,21 @@ def _weight_files(directory: Path) -> tuple[dict[str, TensorFile], Path]:
         if name not in shards[shard].names:
             raise ConfigError(f"{directory / shard}: no tensor {name}, which {_INDEX} puts there")
     return {name: shards[shard] for name, shard in weight_map.items()}, index
+
+
+def _language_model(files: dict[str, TensorFile], directory: Path) -> dict[str, str]:
+    """Returns plain name -> stored name of the tensors of the language model."""
+    names = {
+        name.replace(_COMPOSITE_PREFIX, "model.", 1): name
+        for name in files
+        if not name.startswith(_OTHER_PARTS)
+    }
+    if len(names) < len(files):
+        n_others = len(files) - len(names)
+        log.warning(
+            "%s: %d tensors of vision and token prediction heads left out", directory, n_others
+        )
+    return names
 
 
 def _weights_sha256(paths: set[Path], weights_path: Path) -> str:

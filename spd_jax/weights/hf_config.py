@@ -1,4 +1,7 @@
-"""An HF config.json <-> TargetConfig; what we do not run is an error that names it."""
+"""An HF config.json <-> TargetConfig; what we do not run is an error that names it.
+
+The facts that differ between model families are the table FAMILIES.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,14 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spd_jax.config import ConfigError, Llama3Scaling, TargetConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    LayerKind,
+    Llama3Scaling,
+    TargetConfig,
+)
 
 _SIZES = {
     "vocab_size": "vocab_size",
@@ -25,13 +35,35 @@ class Family(NamedTuple):
     qk_norm: bool = False
     head_dim: int | None = None  # where the config has none; None: d_model / n_heads
     windowed: bool = True  # a sliding_window counts unless use_sliding_window is false
+    hybrid: bool = False  # delta-nets between gated attention, 1 + w norms, partial RoPE
+    experts: bool = False  # mixtures of experts, but for the layers that the config excepts
+    shared: bool = False  # one more expert that every token goes to
+    normalise: bool | None = None  # norm_topk_prob where the config has none; None: always true
 
 
+_HYBRID = Family("", qk_norm=True, head_dim=256, windowed=False, hybrid=True)
+_QWEN3_5 = _HYBRID._replace(architecture="Qwen3_5ForCausalLM")
+_QWEN3_5_MOE = _HYBRID._replace(architecture="Qwen3_5MoeForCausalLM", experts=True, shared=True)
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128, windowed=False),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM", qk_norm=True, windowed=False, experts=True, normalise=False
+    ),
+    "qwen3_next": _QWEN3_5_MOE._replace(architecture="Qwen3NextForCausalLM", normalise=True),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
 }
-_KNOWN = " or ".join(map(repr, FAMILIES))
+# Multimodal configs hold that of their text model.
+_COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_MIXERS = {"full_attention": "attention", "linear_attention": "delta"}
+_DELTA_SIZES = {
+    "n_key_heads": ("linear_num_key_heads", 16),
+    "n_value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "conv_width": ("linear_conv_kernel_dim", 4),
+}
 
 
 def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
@@ -43,45 +75,122 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
     Raises:
       ConfigError: another model type, or a feature that we do not run.
     """
-    model_type = hf.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise ConfigError(f"{path}: model_type must be {_KNOWN}, got {model_type!r}")
-    theta, rope = _rope(hf, path)
-    layer_types = hf.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise ConfigError(f"{path}: layer_types must be a list, got {layer_types!r}")
+    hf = text_config(hf, path)
+    model_type = hf["model_type"]
+    family = FAMILIES[model_type]
+    theta, rope, share = _rope(hf, path, 0.25 if family.hybrid else 1.0)
     unsupported = {
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "sliding_window": hf.get("sliding_window") is not None
         and hf.get("use_sliding_window", family.windowed),
-        "layer_types": any(kind != "full_attention" for kind in layer_types),
-        "partial_rotary_factor": hf.get("partial_rotary_factor") not in (None, 1, 1.0),
+        "partial_rotary_factor": share != 1 and not family.hybrid,
+        "attn_output_gate": family.hybrid and hf.get("attn_output_gate", True) is not True,
         "quantization_config": hf.get("quantization_config") is not None,
     }
     for name, found in unsupported.items():
         if found:
-            value = repr(hf[name])
+            value = repr(hf.get(name, share))
             value = value if len(value) < 60 else "..."
             raise ConfigError(f"{path}: {name} = {value} is not supported")
-    sizes = {ours: _int(hf, theirs, path) for ours, theirs in _SIZES.items()}
-    default_head_dim = family.head_dim or sizes["d_model"] // sizes["n_heads"]
+    sizes = {
+        ours: _int(hf, theirs, path)
+        for ours, theirs in _SIZES.items()
+        if ours != "d_ff" or theirs in hf or not family.experts
+    }
+    head_dim = _int(hf, "head_dim", path, family.head_dim or sizes["d_model"] // sizes["n_heads"])
+    kinds = _layer_kinds(hf, family, sizes["n_layers"], path)
     try:
         return TargetConfig(
-            **sizes,
+            **{"d_ff": None} | sizes,
             n_kv_heads=_int(hf, "num_key_value_heads", path, sizes["n_heads"]),
-            head_dim=_int(hf, "head_dim", path, default_head_dim),
+            head_dim=head_dim,
             norm_eps=_float(hf, "rms_norm_eps", path, 1e-6),
             rope_theta=theta,
             rope_scaling=rope,
             tied_embeddings=_bool(hf, "tie_word_embeddings", path),
             qk_norm=family.qk_norm,
             model_type=model_type,
+            kinds=None if set(kinds) == {LayerKind()} else kinds,
+            rotary_dim=None if share == 1 else int(head_dim * share),
+            norm_offset=family.hybrid,
+            attn_gate=family.hybrid,
+            delta=_delta(hf, path) if family.hybrid else None,
+            experts=_experts(hf, family, path) if family.experts else None,
         )
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        message = str(error)
+        raise ConfigError(
+            message if message.startswith(str(path)) else f"{path}: {message}"
+        ) from None
+
+
+def text_config(hf: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the config of the language model, where that is a part of the whole.
+
+    Raises:
+      ConfigError: none of FAMILIES.
+    """
+    model_type = hf.get("model_type")
+    if isinstance(model_type, str) and model_type in _COMPOSITES:
+        text = hf.get("text_config")
+        if not isinstance(text, dict):
+            raise ConfigError(f"{path}: {model_type} must hold a text_config, got {text!r}")
+        tied = {"tie_word_embeddings": hf.get("tie_word_embeddings")}
+        inherited = {k: v for k, v in tied.items() if v is not None and text.get(k) is None}
+        return {**text, **inherited, "model_type": _COMPOSITES[model_type]}
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join([*FAMILIES, *_COMPOSITES])
+        raise ConfigError(f"{path}: model_type must be one of {known}, got {model_type!r}")
+    return hf
+
+
+def _layer_kinds(
+    hf: dict[str, Any], family: Family, n_layers: int, path: Path
+) -> tuple[LayerKind, ...]:
+    types = hf.get("layer_types")
+    if types is None:
+        every = _int(hf, "full_attention_interval", path, 4) if family.hybrid else 1
+        types = [
+            "linear_attention" if (i + 1) % every else "full_attention" for i in range(n_layers)
+        ]
+    allowed = _MIXERS if family.hybrid else {"full_attention": "attention"}
+    if not isinstance(types, list) or len(types) != n_layers:
+        raise ConfigError(f"{path}: layer_types must be a list of {n_layers}, got {types!r}")
+    for kind in types:
+        if kind not in allowed:
+            raise ConfigError(f"{path}: layer_types with {kind!r} is not supported")
+    is_sparse = [family.experts] * n_layers
+    if family.experts:
+        step, dense = _int(hf, "decoder_sparse_step", path, 1), hf.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(type(i) is int for i in dense):
+            raise ConfigError(f"{path}: mlp_only_layers must be a list of layers, got {dense!r}")
+        is_sparse = [
+            family.experts and i not in dense and (i + 1) % step == 0 for i in range(n_layers)
+        ]
+    return tuple(
+        LayerKind(_MIXERS[mixer], "experts" if sparse else "dense")
+        for mixer, sparse in zip(types, is_sparse, strict=True)
+    )
+
+
+def _delta(hf: dict[str, Any], path: Path) -> DeltaNetConfig:
+    return DeltaNetConfig(
+        **{ours: _int(hf, name, path, default) for ours, (name, default) in _DELTA_SIZES.items()}
+    )
+
+
+def _experts(hf: dict[str, Any], family: Family, path: Path) -> ExpertsConfig:
+    shared = "shared_expert_intermediate_size"
+    default = family.normalise
+    return ExpertsConfig(
+        n_experts=_int(hf, "num_experts" if "num_experts" in hf else "num_local_experts", path),
+        n_active=_int(hf, "num_experts_per_tok", path),
+        d_ff=_int(hf, "moe_intermediate_size", path),
+        normalise=True if default is None else _bool(hf, "norm_topk_prob", path, default),
+        shared_d_ff=_int(hf, shared, path) if family.shared else None,
+    )
 
 
 def config_to_hf(config: TargetConfig) -> dict[str, Any]:
@@ -96,10 +205,12 @@ def config_to_hf(config: TargetConfig) -> dict[str, Any]:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position,
         }
-    return {
+    if config.rotary_dim is not None:
+        rope["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    fields = {theirs: getattr(config, ours) for ours, theirs in _SIZES.items()}
+    fields |= {
         "architectures": [FAMILIES[config.model_type].architecture],
         "model_type": config.model_type,
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
@@ -112,30 +223,53 @@ def config_to_hf(config: TargetConfig) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if config.delta is not None:
+        theirs = {mixer: name for name, mixer in _MIXERS.items()}
+        fields["layer_types"] = [theirs[kind.mixer] for kind in config.layer_kinds]
+        fields |= {name: getattr(config.delta, ours) for ours, (name, _) in _DELTA_SIZES.items()}
+    if config.experts is not None:
+        dense = [i for i, kind in enumerate(config.layer_kinds) if kind.mlp == "dense"]
+        fields |= {
+            "num_experts": config.experts.n_experts,
+            "num_experts_per_tok": config.experts.n_active,
+            "moe_intermediate_size": config.experts.d_ff,
+            "norm_topk_prob": config.experts.normalise,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": dense,
+        }
+        if config.experts.shared_d_ff is not None:
+            fields["shared_expert_intermediate_size"] = config.experts.shared_d_ff
+    return {name: value for name, value in fields.items() if name != "intermediate_size" or value}
 
 
-def _rope(hf: dict[str, Any], path: Path) -> tuple[float, Llama3Scaling | None]:
-    """Returns theta and the scaling of the new or the old style."""
+def _rope(
+    hf: dict[str, Any], path: Path, default_share: float
+) -> tuple[float, Llama3Scaling | None, float]:
+    """Returns theta, the scaling and the share of a head that turns, of the new or old style."""
     style = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     rope = hf.get(style) or {}
     if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
         raise ConfigError(f"{path}: {style} of several kinds of layers is not supported")
     source = rope if "rope_theta" in rope else hf
     theta = _float(source, "rope_theta", path, 10000.0)
+    partial = "partial_rotary_factor"
+    share = _float(rope if rope.get(partial) is not None else hf, partial, path, default_share)
+    if share > 1:
+        raise ConfigError(f"{path}: {partial} must be at most 1, got {share}")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ConfigError(f"{path}: {style}.partial_rotary_factor is not supported")
-    if kind == "default":
-        return theta, None
+    # Sections of a multimodal position agree for text, where all three positions are the token's.
+    if kind == "default" or (kind == "mrope" and "mrope_section" in rope):
+        return theta, None, share
     if kind != "llama3":
         raise ConfigError(f"{path}: rope_type {kind!r} is not supported (default and llama3 are)")
     original = "original_max_position_embeddings"
-    return theta, Llama3Scaling(
+    scaling = Llama3Scaling(
         factor=_float(rope, "factor", path),
         low_freq_factor=_float(rope, "low_freq_factor", path),
         high_freq_factor=_float(rope, "high_freq_factor", path),
         original_max_position=_int(rope if original in rope else hf, original, path),
     )
+    return theta, scaling, share
 
 
 def _int(hf: dict[str, Any], name: str, path: Path, default: int | None = None) -> int:
@@ -155,8 +289,9 @@ def _float(hf: dict[str, Any], name: str, path: Path, default: float | None = No
     return float(value)
 
 
-def _bool(hf: dict[str, Any], name: str, path: Path) -> bool:
-    value = hf.get(name) or False
+def _bool(hf: dict[str, Any], name: str, path: Path, default: bool = False) -> bool:
+    value = hf.get(name)
+    value = default if value is None else value
     if not isinstance(value, bool):
         raise ConfigError(f"{path}: {name} must be true or false, got {value!r}")
     return value

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from spd_jax.config import ConfigError, TargetConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import TargetConfig
 from spd_jax.weights.tokenizer import ChatTokenizer
 
 RUN_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

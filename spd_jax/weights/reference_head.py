@@ -1,6 +1,7 @@
-"""Reads v11 heads of the public SPD reference: head.pt, or head.safetensors + head_config.json.
+"""Reads heads of the public SPD reference: head.pt, or head.safetensors + head_config.json.
 
 One layer of such a head is a Qwen3 layer (per-head q/k norm); its features are not normalised.
+Versions 11 and 10 differ in the rows and in what a layer does with them (`models.draft_v10`).
 Row r of its lm_head belongs to sorted(set(draft_token_ids))[r].
 """
 
@@ -12,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from spd_jax.config import ConfigError, DraftConfig, from_fields
+from spd_jax.checks import ConfigError, from_fields
+from spd_jax.config import AnyDraftConfig, DraftConfig, V10DraftConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json
 from spd_jax.weights.loaded import run_dtype
@@ -40,17 +42,17 @@ class _PickledTensors:
         return self._state[name]
 
 
-def load_reference_head(path: str | Path, dtype: str) -> tuple[DraftConfig, dict, dict]:
+def load_reference_head(path: str | Path, dtype: str) -> tuple[AnyDraftConfig, dict, dict]:
     """Reads a reference head.
 
     Args:
       path: head.pt, or head.safetensors beside head_config.json.
       dtype: run dtype of the arrays.
     Returns:
-      its DraftConfig; its parameter tree; what is known of its target: d_model, vocab_size and,
-      where the head tells, head_dim, n_heads, n_kv_heads.
+      its DraftConfig or V10DraftConfig; its parameter tree; what is known of its target: d_model,
+      vocab_size and, where the head tells, head_dim, n_heads, n_kv_heads.
     Raises:
-      ConfigError: not such a head, not whole, hostile, or of another version than 11.
+      ConfigError: not such a head, not whole, hostile, or of another version than 10 and 11.
     """
     path, to = Path(path), run_dtype(dtype)
     if path.suffix == ".safetensors":
@@ -59,9 +61,8 @@ def load_reference_head(path: str | Path, dtype: str) -> tuple[DraftConfig, dict
     else:
         source = path
         config, tensors = _open_pickle(path)
-    _check_version(config, source)
-    names = _strip_prefixes(tensors.names)
-    return _assemble(config, source, names, tensors, to)
+    version, names = _version(config, source), _strip_prefixes(tensors.names)
+    return _assemble(version, config, source, names, tensors, to)
 
 
 def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
@@ -75,13 +76,15 @@ def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
     return config, _PickledTensors(path, state)
 
 
-def _check_version(config: dict[str, Any], source: Path) -> None:
+def _version(config: dict[str, Any], source: Path) -> int:
+    """Returns 10 or 11; a head that does not say is of the current version."""
     version = config.get("version")
-    if version is not None and (type(version) is not int or version not in (0, 11)):
+    if version is not None and (type(version) is not int or version not in (0, 10, 11)):
         raise ConfigError(
             f"{source}: version {_shown(version)} of the reference's heads is not supported yet; "
-            "give v11"
+            "give v11 or v10"
         )
+    return version or 11
 
 
 def _strip_prefixes(names: frozenset[str]) -> dict[str, str]:
@@ -103,7 +106,7 @@ def _sizes(
     def shape(name: str, n_dims: int) -> tuple[int, ...]:
         found = tensors.shape(names.get(name, name))
         if len(found) != n_dims or 0 in found:
-            raise ConfigError(f"{tensors.path}: {name} has shape {found}; is it a v11 head?")
+            raise ConfigError(f"{tensors.path}: {name} has shape {found}; is it a head of SPD?")
         return found
 
     first = keymaps.REFERENCE_LAYER_PREFIX.format(i=0)
@@ -111,13 +114,15 @@ def _sizes(
     sizes = {
         "D": d_model,
         "W": n_head_rows,
-        "HE": shape(f"{first}self_attn.q_proj.weight", 2)[0],
+        "QE": shape(f"{first}self_attn.q_proj.weight", 2)[0],
+        "HE": shape(f"{first}self_attn.o_proj.weight", 2)[1],
         "GE": shape(f"{first}self_attn.k_proj.weight", 2)[0],
         "F": shape(f"{first}mlp.gate_proj.weight", 2)[0],
     }
-    if sizes["HE"] == 2 * shape(f"{first}self_attn.o_proj.weight", 2)[1]:
+    if sizes["QE"] not in (sizes["HE"], 2 * sizes["HE"]):
         raise ConfigError(
-            f"{tensors.path}: heads with gated attention (Qwen3.5) are not supported yet"
+            f"{tensors.path}: {first}self_attn.q_proj has {sizes['QE']} rows, which should be "
+            f"the {sizes['HE']} columns of o_proj, or twice as many with a gate"
         )
     if qk_norm:
         sizes["E"] = shape(f"{first}self_attn.q_norm.weight", 1)[0]
@@ -125,13 +130,14 @@ def _sizes(
 
 
 def _assemble(
+    version: int,
     config: dict[str, Any],
     source: Path,
     names: dict[str, str],
     tensors: TensorFile | _PickledTensors,
     to: np.dtype,
-) -> tuple[DraftConfig, dict, dict]:
-    qk_norm = any(name.endswith("self_attn.q_norm.weight") for name in names)
+) -> tuple[AnyDraftConfig, dict, dict]:
+    qk_norm = version == 10 or any(name.endswith("self_attn.q_norm.weight") for name in names)
     sizes = _sizes(names, tensors, qk_norm)
     meta = {
         "d_model": _int(config, "hidden_size", source, sizes["D"]),
@@ -143,20 +149,11 @@ def _assemble(
         head_dim = sizes["E"]
         meta |= {"head_dim": head_dim, "n_heads": sizes["HE"] // head_dim}
         meta["n_kv_heads"] = sizes["GE"] // head_dim
-    draft = from_fields(
-        DraftConfig,
-        {
-            "anchors": _ints(config, "aggr_feature_bound", source),
-            "n_stages": _int(config, "num_stages", source),
-            "n_layers": _int(config, "num_spec_layers", source),
-            "d_ff": sizes["F"],
-            "feature_norm": "none",
-            "qk_norm": qk_norm,
-            "draft_ids": _draft_ids(config, sizes["W"], meta["vocab_size"], source),
-            "stage_layers": _stage_layers(config, source),
-        },
-        str(source),
-    )
+    fields = {
+        "n_layers": _int(config, "num_spec_layers", source),
+        "d_ff": sizes["F"],
+        "draft_ids": _draft_ids(config, sizes["W"], meta["vocab_size"], source),
+    }
     left = set(names)
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -164,14 +161,39 @@ def _assemble(
         array = tensors.take(names.get(name, name), shape)
         return np.ascontiguousarray(array).astype(to, copy=False)
 
-    params = keymaps.read_draft(
-        draft, keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX, sizes, take
-    )
+    if version == 10:  # without a gate, whatever the target has
+        fields["row_anchors"] = _row_anchors(config, source)
+        draft = from_fields(V10DraftConfig, fields, str(source))
+        params = keymaps.read_draft_v10(draft, sizes, take)
+    else:
+        meta["attn_gate"] = sizes["QE"] == 2 * sizes["HE"]
+        fields |= {
+            "anchors": _ints(config, "aggr_feature_bound", source),
+            "n_stages": _int(config, "num_stages", source),
+            "feature_norm": "none",
+            "qk_norm": qk_norm,
+            "stage_layers": _stage_layers(config, source),
+        }
+        draft = from_fields(DraftConfig, fields, str(source))
+        params = keymaps.read_draft(
+            draft, keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX, sizes, take
+        )
     if left:
         raise ConfigError(
-            f"{tensors.path}: unsupported tensor {one_line(min(left))}; is it a v11 head?"
+            f"{tensors.path}: unsupported tensor {one_line(min(left))}; is it a v{version} head?"
         )
     return draft, params, meta
+
+
+def _row_anchors(config: dict[str, Any], source: Path) -> tuple[tuple[int, ...], ...]:
+    """Returns the hidden-state indices of the rows of depth N, ..., 1 as stored, and of depth 0."""
+    name, n_stages = "shallow_hidden_layer_indices", _int(config, "num_stages", source)
+    rows = config.get(name)
+    if not isinstance(rows, (list, tuple)) or len(rows) != n_stages:
+        raise ConfigError(
+            f"{source}: {name} must be {n_stages} lists (num_stages), got {_shown(rows)}"
+        )
+    return (*(_ints({name: row}, name, source) for row in rows), (0,))
 
 
 def _draft_ids(

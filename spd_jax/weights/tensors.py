@@ -8,7 +8,7 @@ import numpy as np
 import safetensors
 from safetensors import SafetensorError
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line
 
 FLOAT_TYPES = ("F32", "BF16", "F16", "F64")

@@ -41,7 +41,7 @@ def load_tiny(dtype: str) -> LoadedTarget:
     """Returns the tiny target; it names no end ids."""
     params = _random_params(TINY_CONFIG, np.random.Generator(np.random.PCG64(20240)))
     digest = hashlib.sha256()
-    sizes, leaves = keymaps.target_sizes(TINY_CONFIG), keymaps.layer_leaves(False)
+    sizes, leaves = keymaps.target_sizes(TINY_CONFIG), keymaps.dense_leaves(False)
     parts = [(params, (keymaps.EMBED, keymaps.FINAL_NORM, keymaps.LM_HEAD))]
     parts += [(layer, leaves) for layer in params["layers"]]
     for tree, names in parts:

@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 
 # End-of-turn tokens of the chat templates in use; each counts where a template writes it.
 CHAT_END_TOKENS = (

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line
 
 _STORAGES = {

@@ -10,7 +10,7 @@ import pytest
 
 import spd_jax
 from infer import decode
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 
 JSON_KEYS = {"text", "tokens", "cycles", "rejects", "alpha", "tau", "mode"}
 PROMPT = ["--target", "tiny", "--prompt", "A pipeline.", "--max-new-tokens", "12"]

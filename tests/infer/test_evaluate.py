@@ -7,8 +7,8 @@ import pytest
 import spd_jax
 from infer import evaluate
 from infer.startup import load_subject
+from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags
-from spd_jax.config import ConfigError
 from spd_jax.ops.lookup import lookup_hits
 from spd_jax.prompts import prompt_ids, read_prompts
 

@@ -10,7 +10,7 @@ from infer import startup
 from infer.decode import DecodeFlags
 from infer.evaluate import EvaluateFlags
 from spd_jax import commandline
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 
 PROG = "python -m infer.decode"
 
@@ -123,6 +123,14 @@ def test_a_seed_of_more_than_64_bits_is_an_error():
         startup.load_subject(flags)
 
 
+def test_a_v10_head_is_refused_before_anything_is_computed(golden):
+    flags = DecodeFlags(
+        target=str(golden / "qwen3" / "target"), draft=str(golden / "qwen3" / "v10_n4")
+    )
+    with pytest.raises(ConfigError, match="a v10 head .* not decoded with; use a v11 head"):
+        startup.load_subject(flags)
+
+
 def test_run_shows_a_fault_of_the_program_in_full():
     def main() -> int:
         raise ValueError("not the user's fault")
@@ -141,7 +149,7 @@ def test_a_cpu_device_count_below_one_is_an_error(count):
 def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
     script = (
         "import infer.decode, infer.evaluate\n"
-        "from infer.startup import start_devices; from spd_jax.config import ConfigError\n"
+        "from infer.startup import start_devices; from spd_jax.checks import ConfigError\n"
         "start_devices(3)\n"
         "import jax; assert jax.device_count() == 3\n"
         "try: start_devices(4)\n"

@@ -107,7 +107,7 @@ def naive_layers(config, layers, x, positions, mask):
     """Returns the output [T, D] of each layer for rows x [T, D] under a mask [T, T]."""
     outputs = []
     for p in layers:
-        normed = naive_norm(x, p["attn_norm"]["weight"], config.norm_eps)
+        normed = naive_norm(x, p["mixer_norm"]["weight"], config.norm_eps)
         x = x + naive_attention(config, p["attn"], normed, positions, mask)
         normed = naive_norm(x, p["mlp_norm"]["weight"], config.norm_eps)
         gate, up = np.split(normed @ as_float64(p["mlp"]["gate_up"]["weight"]).T, 2, axis=-1)

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spd_jax.config import ConfigError, DraftConfig, PipelineConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import DraftConfig, PipelineConfig
 from spd_jax.models import distill
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
@@ -186,7 +187,9 @@ def test_what_does_not_fit_begins_anew(target):
     source = target.params["layers"][-1]
     for name in ("qkv", "o"):
         assert_equal(layer["attn"][name], source["attn"][name])
-    assert_equal([layer["attn_norm"], layer["mlp_norm"]], [source["attn_norm"], source["mlp_norm"]])
+    assert_equal(
+        [layer["mixer_norm"], layer["mlp_norm"]], [source["mixer_norm"], source["mlp_norm"]]
+    )
     np.testing.assert_array_equal(layer["attn"]["q_norm"]["weight"], np.ones(8))
     assert layer["mlp"]["gate_up"]["weight"].shape == (80, 32)
     assert layer["mlp"]["down"]["weight"].shape == (32, 40)

@@ -7,7 +7,7 @@ import pytest
 from spd_jax.models import target as model
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_5"])
 def family(request):
     return request.param
 

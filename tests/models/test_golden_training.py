@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spd_jax.config import DraftConfig, PipelineConfig
-from spd_jax.models import distill
+from spd_jax.config import AnyDraftConfig, PipelineConfig, V10DraftConfig
+from spd_jax.models import distill, draft_v10
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.aggregate import replicate_sequence
@@ -18,8 +19,11 @@ from spd_jax.models.bundle import Target
 from spd_jax.weights import keymaps, load_draft_file
 
 NEAR = {"rtol": 0, "atol": 1e-4}
-HEADS = [f"{family}/n{n}" for family in ("llama", "qwen3") for n in (2, 4, 8)]
-HEADS += ["qwen3/n4_draft_vocab192"]
+HEADS = [f"{family}/n{n}" for family in ("llama", "qwen3", "qwen3_5") for n in (2, 4, 8)]
+HEADS += ["qwen3/n4_draft_vocab192", "qwen3/n4_default_bound"]
+V10_HEADS = ["qwen3/v10_n4"]
+of_v10 = pytest.mark.parametrize("case", V10_HEADS, indirect=True)
+of_v11 = pytest.mark.parametrize("case", HEADS, indirect=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Case:
     """One golden head beside its target, its batch and the numbers to reproduce."""
 
     target: Target
-    draft: DraftConfig
+    draft: AnyDraftConfig
     params: dict
     want: Any  # train_forward.npz
 
@@ -74,13 +78,29 @@ class Case:
 
     def named(self, tree: dict) -> dict[str, np.ndarray]:
         """Splits a draft's tree into the reference's parameter names."""
-        config = pdm.layer_config(self.target.config, self.draft)
+        is_v10 = isinstance(self.draft, V10DraftConfig)
+        config = (draft_v10 if is_v10 else pdm).layer_config(self.target.config, self.draft)
         sizes = keymaps.target_sizes(config) | {"W": tree["lm_head"]["weight"].shape[0]}
+        if is_v10:
+            return dict(name_v10(tree, sizes))
         names = (keymaps.REFERENCE_PROJ, keymaps.REFERENCE_LAYER_PREFIX)
         return dict(keymaps.write_draft(self.draft, tree, *names, sizes))
 
 
-@pytest.fixture(scope="module", params=HEADS)
+def name_v10(tree: dict, sizes: keymaps.Sizes) -> Iterator[tuple[str, np.ndarray]]:
+    """Names the arrays of a version 10 head."""
+    *stages, newest = tree["projs"]
+    named = {f"stage_projs.{i}": node for i, node in enumerate(stages)} | {"g0_proj": newest}
+    for layer, nodes in enumerate(tree["memory"]):
+        named |= {f"fixed_stage_per_layer_projs.{layer}.{i}": n for i, n in enumerate(nodes)}
+    named["lm_head"] = tree["lm_head"]
+    yield from ((f"{name}.weight", np.asarray(node["weight"])) for name, node in named.items())
+    for i, layer in enumerate(tree["layers"]):
+        leaves = keymaps.dense_leaves(qk_norm=True)
+        yield from keymaps.write_leaves(layer, leaves, f"spec_layers.{i}.", sizes)
+
+
+@pytest.fixture(scope="module", params=HEADS + V10_HEADS)
 def case(request, golden, golden_target) -> Case:
     folder = golden / request.param
     target = golden_target(folder.parent.name)
@@ -88,11 +108,13 @@ def case(request, golden, golden_target) -> Case:
     pdm.check_pair(target.config, draft)
     params = jax.tree.map(jnp.asarray, params)
     want = np.load(folder / "train_forward.npz")
-    assert folder.name.removesuffix("_draft_vocab192") == f"n{draft.n_stages}"
+    assert f"n{draft.n_stages}" in folder.name.split("_")
+    assert isinstance(draft, V10DraftConfig) == (request.param in V10_HEADS)
     assert want["fills"].tolist() == list(range(1, draft.n_stages + 1))
     return Case(target, draft, params, want)
 
 
+@of_v11
 def test_depths_and_types_are_the_references(case):
     pipeline = PipelineConfig(case.target.config.n_layers, case.draft.n_stages)
     anchors = case.draft.anchors
@@ -101,6 +123,7 @@ def test_depths_and_types_are_the_references(case):
     assert pipeline.min_depths(anchors) == tuple(case.want["aggr_to_min_depth"])
 
 
+@of_v11
 def test_structural_masks_are_exactly_the_references(case):
     pipeline = PipelineConfig(case.target.config.n_layers, case.draft.n_stages)
     n_tokens = case.valid_mask.shape[1]
@@ -109,6 +132,7 @@ def test_structural_masks_are_exactly_the_references(case):
         np.testing.assert_array_equal(mask, case.want[f"structural_mask_fill{fill}"])
 
 
+@of_v11
 def test_teacher_states_are_the_references(case):
     valid = case.valid_mask
     for index in case.draft.anchors:
@@ -116,11 +140,34 @@ def test_teacher_states_are_the_references(case):
         np.testing.assert_allclose(case.hidden[index][valid], want[valid], **NEAR)
 
 
+@of_v11
 def test_fused_rows_are_the_references(case):
     features = jnp.stack([case.hidden[b] for b in case.draft.anchors], axis=2)
     rows = replicate_sequence(case.params["projs"], features, pdm.all_blocks(case.draft.anchors))
     valid = np.tile(case.valid_mask, (1, len(case.draft.anchors)))
     np.testing.assert_allclose(rows[valid], case.want["spec_hidden"][valid], **NEAR)
+
+
+@of_v10
+def test_depth_masks_are_exactly_the_references(case):
+    mask = draft_v10.depth_mask(case.draft.n_stages, jnp.asarray(case.valid_mask))
+    for fill in case.fills:
+        np.testing.assert_array_equal(mask, case.want[f"full_mask_fill{fill}"])
+
+
+@of_v10
+def test_memory_rows_of_the_last_layer_are_the_references(case):
+    """The reference projects in place, so that its rows are recorded as the last layer has them."""
+    valid = np.tile(case.valid_mask, (1, case.draft.n_stages + 1))
+    stored = [fill for fill in case.fills if f"spec_hidden_fill{fill}" in case.want]
+    assert {1, case.draft.n_stages} <= set(stored)
+    for fill in stored:
+        rows = draft_v10.replicate_sequence(case.draft, case.params["projs"], case.hidden, fill)
+        *memory, newest = rows
+        for projs in case.params["memory"]:
+            memory = draft_v10.project_memory(memory, projs)
+        got, want = jnp.concatenate([*memory, newest], 1), case.want[f"spec_hidden_fill{fill}"]
+        np.testing.assert_allclose(got[valid], want[valid], err_msg=f"fill {fill}", **NEAR)
 
 
 def test_outputs_norms_and_logits_are_the_references(case):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spd_jax.config import LayerKind
 from spd_jax.models import target as model
 from spd_jax.models.cache import init_cache, write_chunk
 from spd_jax.ops.attention import causal_mask
@@ -25,7 +26,8 @@ def case(request, config, make_target):
 
 def run(config, layer, x, start, mask, cache=None, cache_len=None, n_query=None):
     positions = start + jnp.tile(jnp.arange(x.shape[1]), (x.shape[0], 1))
-    return model.run_layer(config, layer, x, positions, mask, cache, cache_len, n_query)
+    args = (x, positions, mask, cache, cache_len)
+    return model.run_layer(config, LayerKind(), layer, *args, n_query=n_query)
 
 
 def test_a_layer_is_its_equations(naive, case):
@@ -41,9 +43,9 @@ def test_rows_after_a_cached_prefix_are_as_in_one_pass(case):
     """Also with every row of the cache beyond the prefix poisoned."""
     config, layer, x = case
     whole, _ = run(config, layer, x, 0, causal_mask(N_ROWS))
-    empty = init_cache(config, 2, 16, jnp.float32)
+    empty = init_cache(config, "attention", 2, 16, 1, jnp.float32)
     first, rows = run(config, layer, x[:, :5], 0, causal_mask(5), empty, jnp.zeros(2, int))
-    cache = write_chunk(jax.tree.map(lambda a: a + 1e4, empty), rows, jnp.int32(0))
+    cache = write_chunk(jax.tree.map(lambda a: a + 1e4, empty), rows, jnp.int32(0), jnp.full(2, 5))
     last, _ = run(config, layer, x[:, 5:], 5, causal_mask(N_ROWS - 5), cache, jnp.full(2, 5))
     got = np.concatenate([first, last], axis=1)
     np.testing.assert_allclose(got, whole, rtol=1e-5, atol=1e-5)

@@ -5,7 +5,8 @@ import functools
 import numpy as np
 import pytest
 
-from spd_jax.config import ConfigError, PipelineConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import PipelineConfig
 from spd_jax.models.draft import all_blocks, live_blocks, structural_mask
 
 SHAPES = [  # L, N, stage_layers, anchors

@@ -67,10 +67,12 @@ def _sizes(shape) -> list[int]:
     return sorted(n for n in shape if n > 1)
 
 
-def cache_shape(run: Stepper) -> tuple[int, ...]:
-    """One layer's keys on one rank."""
-    shape = run.state.caches[0][0]["k"].shape
-    return shape if run.engine.mesh is None else shape[1:]
+def all_moves(text: str, run: Stepper) -> list[str]:
+    """`cache_moves` of one attention layer's keys on one rank, and of a delta-net's states."""
+    caches = {mixer: slots[0] for slots_of in run.state.caches for mixer, slots in slots_of.items()}
+    leaves = [cache["k"] if "k" in cache else cache["state"] for cache in caches.values()]
+    shapes = [x.shape if run.engine.mesh is None else x.shape[1:] for x in leaves]
+    return [move for shape in shapes for move in cache_moves(text, shape)]
 
 
 def test_the_readers_see_what_they_look_for():
@@ -95,7 +97,18 @@ def test_a_sharded_cycle_has_two_collectives(prefilled, mode):
     collectives = [name for name in operations(text) if is_collective(name)]
     # The chunk is a loop over cycles and nothing else: all its collectives are the cycle's.
     assert len(collectives) == 2, collectives
-    assert cache_moves(text, cache_shape(prefilled)) == []
+    assert all_moves(text, prefilled) == []
+
+
+@pytest.mark.parametrize("mode", MESHES)
+def test_a_hybrid_cycle_has_as_few_collectives_and_copies(mode, golden_pair):
+    """Stages of two delta-nets, and of a delta-net and attention, take turns."""
+    run = start(*golden_pair("qwen3_5/n4"), [make_prompt(5)], 40, MESHES[mode])
+    text = chunk_text(run)
+    assert run.engine.mode == mode and len(run.engine.spec.patterns) == 2
+    collectives = [name for name in operations(text) if is_collective(name)]
+    assert len(collectives) == (2 if mode == "sharded" else 0), collectives
+    assert all_moves(text, run) == []
 
 
 @pytest.mark.parametrize("n_stages", [5])
@@ -105,7 +118,7 @@ def test_a_virtual_cycle_copies_no_cache(prefilled, mode):
     assert prefilled.engine.mode == mode
     text = chunk_text(prefilled)
     assert not any(map(is_collective, operations(text)))
-    assert cache_moves(text, cache_shape(prefilled)) == []
+    assert all_moves(text, prefilled) == []
 
 
 @pytest.mark.parametrize(("mode", "n"), [("virtual", 4), ("sharded", 3)])

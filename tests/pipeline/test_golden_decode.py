@@ -1,6 +1,6 @@
 """Decoding with golden heads: ids, flags, cycles, and every row that the draft module was fed."""
 
-import functools
+import dataclasses
 import json
 
 import jax
@@ -11,11 +11,14 @@ import pytest
 import spd_jax
 from spd_jax import requests
 from spd_jax.models import target as model
+from spd_jax.models.aggregate import make_row
+from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline import cycle
 from spd_jax.pipeline.comm import LocalComm
+from spd_jax.pipeline.state import PipelineState
 from tests.expected import expected_cycles
 from tests.pipeline.conftest import MESHES
-from tests.pipeline.stepping import start
+from tests.pipeline.stepping import Stepper, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -29,9 +32,14 @@ RUNS = [
     ("qwen3/n4", "sharded"),
     ("qwen3/n8", "virtual"),
     ("qwen3/n4_draft_vocab192", "virtual"),
+    ("qwen3_5/n2", "sharded"),
+    ("qwen3_5/n4", "virtual"),
+    ("qwen3_5/n4", "sharded"),
+    ("qwen3_5/n8", "sharded"),
 ]
 EDGES = [run for run in RUNS if run[0] != "qwen3/n4_draft_vocab192"]  # it has none
 TRACES = list(dict.fromkeys(head for head, _ in RUNS))
+LAST_LAYER = "qwen3/n4_default_bound"  # a head whose deepest anchor is L
 
 
 @pytest.fixture(autouse=True)
@@ -41,18 +49,9 @@ def one_bucket(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def load(golden):
-    """Head -> its folder, the golden target and draft module; one object each: engines are kept."""
-    load_target = functools.cache(lambda folder: spd_jax.load_target(folder / "target"))
-
-    @functools.cache
-    def load(head: str):
-        folder = golden / head
-        target = load_target(folder.parent)
-        draft = spd_jax.load_draft(folder / "head.safetensors", target)
-        return folder, target, draft
-
-    return load
+def load(golden, golden_pair):
+    """Head -> its folder, the golden target and draft module."""
+    return lambda head: (golden / head, *golden_pair(head))
 
 
 def read_cases(path) -> list[dict]:
@@ -112,20 +111,30 @@ def test_edge_cases(head, mode, load):
     assert len(kinds) >= 7
 
 
-@pytest.mark.parametrize("head", TRACES)
-def test_every_row_the_draft_module_reads(head, load, monkeypatch):
-    """The reference's window holds N or more rows; ours the in-flight ones and one completed.
-
-    Its older rows are of completed tokens: ours of an earlier cycle, or of the prompt.
-    """
+def start_trace(load, head: str) -> tuple[Stepper, list[jax.Array], dict]:
+    """A run of the recorded prompt after its prefill, the prompt's hidden states, the record."""
     folder, target, draft_module = load(head)
-    n = draft_module.config.n_stages
     want = np.load(folder / "pdm_trace_deepest.npz")
     prompt, n_new = want["prompt"].tolist(), len(want["generated_ids"])
     run = start(target, draft_module, [prompt], n_new, "virtual")
-    spec, weights = run.engine.spec, run.engine.weights
+    hidden = model.hidden_states(target.config, target.params, jnp.asarray([prompt]))
+    return run, hidden, want
 
-    fed = {}
+
+def prompt_rows(run: Stepper, hidden: list[jax.Array]) -> jax.Array:
+    """Returns the completed rows [1, T, D] of a prompt with these hidden states."""
+    features = jnp.stack([hidden[b] for b in run.engine.spec.draft.anchors], axis=2)
+    return make_row(run.engine.weights.projs, features, features.shape[2] - 1)
+
+
+def follow_trace(run: Stepper, hidden: list[jax.Array], want: dict, monkeypatch) -> None:
+    """Compares each call's rows and output, and what is decoded, with the record.
+
+    The reference's window holds N or more rows; ours the in-flight ones and one completed.
+    Its older rows are of completed tokens: ours of an earlier cycle, or of the prompt.
+    """
+    spec, weights = run.engine.spec, run.engine.weights
+    n, fed = spec.n_stages, {}
 
     def spy(*args, **kwargs):
         fed["rows"], fed["positions"] = args[4:6]
@@ -136,15 +145,11 @@ def test_every_row_the_draft_module_reads(head, load, monkeypatch):
 
     @jax.jit
     def draft(state, weights):
-        layers, cache = weights.ranks[n], state.caches[n]
-        sent, _ = cycle._draft(spec, LocalComm(n), weights.projs, layers, cache, state)
+        parameters, cache = weights.ranks[n], state.caches[n]
+        sent, _ = cycle._draft(spec, LocalComm(n), weights.projs, parameters, cache, state)
         return fed.pop("rows")[0], fed.pop("positions")[0], sent[0, 0, -1]
 
-    hidden = model.hidden_states(target.config, target.params, jnp.asarray([prompt]))
-    anchors = jnp.concatenate([hidden[b][0] for b in spec.draft.anchors], axis=-1)
-    proj = weights.projs[-1]["weight"]
-    completed = dict(enumerate(np.asarray(anchors @ proj.T)))  # position -> row
-
+    completed = dict(enumerate(np.asarray(prompt_rows(run, hidden)[0])))  # position -> row
     ends = np.cumsum(want["q_len"])
     calls = [slice(end - n_rows, end) for end, n_rows in zip(ends, want["q_len"], strict=True)]
     for i, (x, row) in enumerate(zip(want["positions"][calls[0]], want["rows"], strict=False)):
@@ -164,3 +169,60 @@ def test_every_row_the_draft_module_reads(head, load, monkeypatch):
     assert tokens == want["generated_ids"].tolist()
     assert accepted == want["token_acceptance"].tolist()
     assert cycles == want["decode_steps"] == len(calls) - 1
+
+
+@pytest.mark.parametrize("head", TRACES)
+def test_every_row_the_draft_module_reads(head, load, monkeypatch):
+    run, hidden, want = start_trace(load, head)
+    follow_trace(run, hidden, want, monkeypatch)
+
+
+def reread_prompt(run: Stepper, hidden: list[jax.Array]) -> PipelineState:
+    """The state after a prefill in which the draft module read these hidden states."""
+    spec, state, rows = run.engine.spec, run.state, prompt_rows(run, hidden)
+    n, n_tokens = spec.n_stages, rows.shape[1]
+    positions, layers = jnp.arange(n_tokens)[None], run.engine.weights.ranks[n]
+    _, made = model.run_layers(spec.draft_layer, layers, rows, positions, causal_mask(n_tokens))
+    cache = [
+        {
+            "k": old["k"].at[..., :n_tokens].set(new["k"]),
+            "v": old["v"].at[:, :, :n_tokens].set(new["v"]),
+        }
+        for old, new in zip(state.caches[n]["attention"], made, strict=True)
+    ]
+    last = jnp.stack([hidden[b][:, -1] for b in spec.draft.anchors], axis=1)  # [1, M, D]
+    ring = state.ring.at[:, (n_tokens - 1) % (n + 1)].set(last)
+    return dataclasses.replace(state, caches=[*state.caches[:n], {"attention": cache}], ring=ring)
+
+
+def test_an_anchor_at_the_last_layer_is_recorded_after_the_norm_on_the_prompt(load, monkeypatch):
+    """Here, and in training, it is before the norm; nothing else differs from the record."""
+    run, hidden, want = start_trace(load, LAST_LAYER)
+    target = load(LAST_LAYER)[1]
+    assert run.engine.spec.draft.anchors[-1] == target.config.n_layers
+    recorded = want["rows"][: want["q_len"][0]]  # of the prefill
+    ours = prompt_rows(run, hidden)[0, : len(recorded)]
+    assert (np.abs(ours - recorded).max(axis=1) > 0.1).all()
+
+    normed = [*hidden[:-1], model.normed(target.config, target.params, hidden[-1])]
+    run.state = reread_prompt(run, normed)
+    follow_trace(run, normed, want, monkeypatch)
+
+
+def test_reading_the_same_prompt_again_changes_nothing(load, monkeypatch):
+    run, hidden, want = start_trace(load, "qwen3/n4")
+    run.state = reread_prompt(run, hidden)
+    follow_trace(run, hidden, want, monkeypatch)
+
+
+def test_an_anchor_at_the_last_layer_leaves_the_text_alone(load):
+    folder, target, draft = load(LAST_LAYER)
+    prompts = json.loads((folder.parent / "ar_greedy.json").read_text())["cases"]
+    cases = [c for c in read_cases(folder / "decode_greedy.json") if c["use_deepest"]]
+    assert len(cases) >= 4
+    for case in cases:
+        prompt, n_new = prompts[case["prompt_idx"]], len(case["generated_ids"])
+        options = {"max_new_tokens": n_new, "stop_ids": (), "mesh": "virtual"}
+        result = spd_jax.decode(target, draft, prompt["prompt"], **options)
+        assert result.tokens == case["generated_ids"] == prompt["generated_ids"]
+        assert result.cycles == expected_cycles(draft.config.n_stages, result.accepted)

@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import spd_jax
-from spd_jax.config import ConfigError, PipelineConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import LayerKind, PipelineConfig
 from spd_jax.engines import build_engine
 from spd_jax.models import target as model
 from spd_jax.pipeline import placing
@@ -53,7 +54,7 @@ def test_wasted_bytes_are_those_of_slots_without_a_layer(layout):
     spec = EngineSpec(target.config, config, layout.pipeline)
     sharded = placing.shard_target(target.params, target.config, layout)
     weights = placing.mesh_weights(spec, sharded, draft.params, layout.mesh)
-    layer = sum(x.size * 4 for x in jax.tree.leaves(model.layer_shapes(target.config)))
+    layer = sum(x.size * 4 for x in jax.tree.leaves(model.layer_shapes(target.config, LayerKind())))
     assert placing.wasted_bytes(spec, weights) == [0, layer, layer, layer]
 
 

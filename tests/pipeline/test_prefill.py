@@ -34,8 +34,11 @@ def prefilled(request) -> Stepper:
 def rank_caches(run: Stepper, rank: int) -> list[dict[str, np.ndarray]]:
     """The cache of each layer slot of a rank, on the host."""
     if run.engine.mesh is None:
-        return jax.tree.map(np.asarray, run.state.caches[rank])
-    return [{k: np.asarray(v)[rank] for k, v in layer.items()} for layer in run.state.caches[0]]
+        return jax.tree.map(np.asarray, run.state.caches[rank]["attention"])
+    return [
+        {k: np.asarray(v)[rank] for k, v in layer.items()}
+        for layer in run.state.caches[0]["attention"]
+    ]
 
 
 def naive(run: Stepper):

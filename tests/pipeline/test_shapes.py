@@ -116,6 +116,22 @@ def test_drafts_are_what_the_definition_says(name, mode):
     assert len(set(proposed)) > 2
 
 
+@pytest.mark.parametrize("split", [(3, 1, 2, 2), (1, 1, 1, 4, 1), (1,) * 8], ids=str)
+def test_stages_of_unlike_layers_write_the_targets_text(split, mode, golden_pair, comparison):
+    """Hybrid: some stages have no attention, some nothing else, some both."""
+    target, draft = golden_pair("qwen3_5/n8")
+    prompts = [make_prompt(length) for length in (1, 9, 14)]
+    options = dict(max_new_tokens=40, stop_ids=())
+    texts = spd_jax.generate(target, prompts, **options)
+    mesh = MESHES[mode]
+    results = spd_jax.decode(target, draft, prompts, stage_layers=split, mesh=mesh, **options)
+    for prompt, result, want in zip(prompts, results, texts, strict=True):
+        assert result.stats.mode == mode
+        assert 0 < result.stats.rejects < 39
+        comparison.check(target, prompt, result.tokens, want.tokens)
+        assert result.cycles == expected_cycles(len(split), result.accepted)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_both_modes_decode_every_shape_alike(name, comparison):
     shape = SHAPES[name]

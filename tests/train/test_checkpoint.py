@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from train.checkpoint import has_checkpoint, restore_latest, save_state
 from train.step import TrainState, init_state
 

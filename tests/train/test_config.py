@@ -5,8 +5,8 @@ import pkgutil
 
 import pytest
 
+from spd_jax.checks import ConfigError
 from spd_jax.commandline import run
-from spd_jax.config import ConfigError
 from train import configs
 from train.config import TrainConfig, config_names, named_config, parse_config
 

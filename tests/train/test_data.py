@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.models.distill import IGNORED
 from train.data import (
     Corpus,

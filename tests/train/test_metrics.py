@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 
 

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 import pytest
 
-from spd_jax.config import ConfigError, DraftConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import DraftConfig
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train import pdm
@@ -192,6 +193,12 @@ def test_a_head_of_another_target_is_no_start(data, whole_run, tmp_path):
     sha256 = load_target_files("tiny").sha256
     (head / "config.json").write_text(text.replace(sha256, "0" * 64))
     with pytest.raises(ConfigError, match="give a head of this target"):
+        pdm.main([*argv(data, tmp_path / "run"), "--start-from", str(head)])
+
+
+def test_a_v10_head_is_no_start(data, golden, tmp_path):
+    head = golden / "qwen3" / "v10_n4"
+    with pytest.raises(ConfigError, match="start_from .* a v10 head .* not trained further"):
         pdm.main([*argv(data, tmp_path / "run"), "--start-from", str(head)])
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights.files import sole_writer
 from train import prepare
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.models.distill import (
     distillation_loss,
     kept_states,

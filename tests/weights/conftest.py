@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from spd_jax.config import ConfigError, TargetConfig
+from spd_jax.checks import ConfigError
+from spd_jax.config import TargetConfig
 from spd_jax.weights import keymaps
 
 CONFIG = TargetConfig(

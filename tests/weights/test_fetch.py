@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights import fetch
 
 CONTENT = b"not really a model" * 1000

@@ -29,7 +29,10 @@ def tensors_of(config, params) -> dict[str, np.ndarray]:
     leaves = [(params, keymaps.EMBED, ""), (params, keymaps.FINAL_NORM, "")]
     leaves += [] if config.tied_embeddings else [(params, keymaps.LM_HEAD, "")]
     for i, layer in enumerate(params["layers"]):
-        leaves += [(layer, leaf, keymaps.GGUF_LAYER_PREFIX.format(i=i)) for leaf in keymaps.LAYER]
+        leaves += [
+            (layer, leaf, keymaps.GGUF_LAYER_PREFIX.format(i=i))
+            for leaf in keymaps.dense_leaves(False)
+        ]
     for tree, leaf, prefix in leaves:
         renamed = leaf._replace(hf=leaf.gguf)
         tensors |= keymaps.write_leaves(tree, [renamed], prefix, sizes)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from spd_jax.config import DraftConfig
+from spd_jax.config import DraftConfig, V10DraftConfig
 from spd_jax.weights import heads, keymaps, load_draft_file
 from spd_jax.weights.heads import load_head_dir, save_head
 
@@ -42,7 +42,7 @@ def test_reading_gives_what_was_written(tmp_path, config, assert_same, draft, dt
     loaded, tree, meta = load_draft_file(tmp_path / "a" / "h", dtype)
     assert loaded == draft
     assert_same(tree, params)
-    assert meta == {n: getattr(config, n) for n in (*heads.TARGET_SIZES, "model_type")}
+    assert meta == {n: getattr(config, n) for n in (*heads.TARGET_SIZES, *heads.TARGET_FACTS)}
     assert (tmp_path / "a/h/README.md").read_text(encoding="utf-8") == "# Card é\n"
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["h"]
 
@@ -67,6 +67,13 @@ def test_a_head_is_replaced_but_other_files_never(tmp_path, config, refused):
     with refused("other files"):
         save_head(tmp_path / "h", DRAFT, config, params_of(DRAFT, config), "")
     assert load_head_dir(tmp_path / "h", "float32")[0] == VARIANTS[1]
+
+
+def test_a_v10_head_is_not_saved(tmp_path, config, refused):
+    draft = V10DraftConfig(((0, 1, 2), (0, 1), (0,)), n_layers=1, d_ff=24)
+    with refused("a v10 head", "not saved", "use a v11 head, or train one"):
+        save_head(tmp_path / "h", draft, config, {}, "")
+    assert not (tmp_path / "h").exists()
 
 
 KILLED = """

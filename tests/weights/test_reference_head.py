@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from spd_jax.config import V10DraftConfig
 from spd_jax.weights import keymaps, load_draft_file
 from spd_jax.weights.torch_zip import load_torch_zip
 
-SIZES = {"D": 16, "E": 4, "HE": 16, "GE": 8, "F": 24, "W": 20}
+SIZES = {"D": 16, "E": 4, "HE": 16, "QE": 16, "GE": 8, "F": 24, "W": 20}
 CONFIG = {
     "version": 11,
     "hidden_size": 16,
@@ -28,6 +29,11 @@ CONFIG = {
     "num_spec_layers": 1,
     "aggr_feature_bound": [0, 1, 3],
     "trained_with_use_deepest": False,
+}
+V10_ROWS = [[0, 1, 2], [0, 1]]  # of depth 2, of depth 1
+V10_CONFIG = {k: v for k, v in CONFIG.items() if k != "aggr_feature_bound"} | {
+    "version": 10,
+    "shallow_hidden_layer_indices": V10_ROWS,
 }
 
 
@@ -116,7 +122,7 @@ def state_dict(dtype=np.float32, **changes) -> collections.OrderedDict:
         return state[name]
 
     leaves = [keymaps.proj_leaf(keymaps.REFERENCE_PROJ, i) for i in range(3)]
-    keymaps.read_leaves(keymaps.layer_leaves(True), "hf", "spec_layers.0.", sizes, take)
+    keymaps.read_leaves(keymaps.dense_leaves(True), "hf", "spec_layers.0.", sizes, take)
     for leaf in leaves:
         for name, shape in keymaps.sources(leaf, "hf", "", sizes):
             take(name, shape)
@@ -124,8 +130,23 @@ def state_dict(dtype=np.float32, **changes) -> collections.OrderedDict:
     return state
 
 
+def v10_state_dict() -> collections.OrderedDict:
+    rng, state = np.random.default_rng(0), state_dict()
+    for name in [name for name in state if name.startswith("aggr_projs.")]:
+        del state[name]
+    widths = {"stage_projs.0": 48, "stage_projs.1": 32, "g0_proj": 16}
+    widths |= {f"fixed_stage_per_layer_projs.0.{i}": 16 for i in range(2)}
+    for name, width in widths.items():
+        state[f"{name}.weight"] = rng.standard_normal((16, width), np.float32)
+    return state
+
+
 def head(config=None, state=None) -> dict:
     return {"state_dict": state or state_dict(), "config": CONFIG | (config or {})}
+
+
+def v10_head(config=None, state=None) -> dict:
+    return {"state_dict": state or v10_state_dict(), "config": V10_CONFIG | (config or {})}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -142,7 +163,8 @@ def test_pt_and_safetensors_give_the_same_head(tmp_path, torch_save, assert_same
     assert (draft.anchors, draft.n_stages, draft.n_layers, draft.d_ff) == ((0, 1, 3), 2, 1, 24)
     assert draft.qk_norm and draft.feature_norm == "none" and draft.draft_ids is None
     assert meta == {
-        "d_model": 16, "vocab_size": 20, "head_dim": 4, "n_heads": 4, "n_kv_heads": 2
+        "d_model": 16, "vocab_size": 20, "head_dim": 4, "n_heads": 4, "n_kv_heads": 2,
+        "attn_gate": False,
     }  # fmt: skip
     qkv = [state[f"spec_layers.0.self_attn.{n}_proj.weight"] for n in "qkv"]
     loaded = params["layers"][0]["attn"]["qkv"]["weight"]
@@ -171,10 +193,65 @@ def test_a_missing_version_is_the_current_one(torch_save, value):
     assert load_draft_file(torch_save(head({"version": value})))[0].n_stages == 2
 
 
-@pytest.mark.parametrize("version", [10, 12, "11"])
+@pytest.mark.parametrize("version", [9, 12, "11", 10.0, True])
 def test_other_versions_are_refused(torch_save, refused, version):
     with refused(f"version {version!r}", "not supported yet"):
         load_draft_file(torch_save(head({"version": version})))
+
+
+def test_a_v10_head_keeps_its_tensors_by_depth_and_layer(tmp_path, torch_save, assert_same):
+    state = v10_state_dict()
+    save_file(dict(state), tmp_path / "head.safetensors")
+    (tmp_path / "head_config.json").write_text(json.dumps(V10_CONFIG))
+    a, b = (load_draft_file(p) for p in (torch_save(v10_head()), tmp_path))
+    assert a[0] == b[0] and a[2] == b[2]
+    assert_same(a[1], b[1])
+    draft, params, meta = a
+    assert draft == V10DraftConfig(((0, 1, 2), (0, 1), (0,)), n_layers=1, d_ff=24)
+    assert meta["d_model"] == 16 and meta["n_heads"] == 4
+    projs = [state[f"{name}.weight"] for name in ("stage_projs.0", "stage_projs.1", "g0_proj")]
+    assert_same(params["projs"], [{"weight": array} for array in projs])
+    fixed = [state[f"fixed_stage_per_layer_projs.0.{i}.weight"] for i in range(2)]
+    assert_same(params["memory"], [[{"weight": array} for array in fixed]])
+    assert params["layers"][0]["attn"].keys() == {"qkv", "o", "q_norm", "k_norm"}
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ({"shallow_hidden_layer_indices": None}, "must be 2 lists"),
+        ({"shallow_hidden_layer_indices": V10_ROWS[:1]}, "must be 2 lists"),
+        ({"shallow_hidden_layer_indices": [[0, 1], *V10_ROWS]}, "must be 2 lists"),
+        ({"shallow_hidden_layer_indices": [0, 1]}, "must be a list of integers, got 0"),
+        ({"shallow_hidden_layer_indices": [[0, 1, 2], []]}, "must be a list of integers"),
+        ({"shallow_hidden_layer_indices": [[0, 1], [0, 1]]}, "stage_projs.0.weight"),
+        ({"shallow_hidden_layer_indices": [[0, 1, 2], [0, -1]]}, "from 0 on, got -1"),
+        ({"num_stages": 3}, "must be 3 lists"),
+        ({"num_stages": 1, "shallow_hidden_layer_indices": V10_ROWS[:1]}, "n_stages"),
+        ({"num_spec_layers": 2}, "fixed_stage_per_layer_projs.1.0"),
+        ({"version": 11}, "aggr_feature_bound"),
+    ],
+)
+def test_a_misfit_in_a_v10_config_is_named(torch_save, refused, config, word):
+    with refused("head.pt", word):
+        load_draft_file(torch_save(v10_head(config)))
+
+
+def test_missing_misshapen_and_surplus_v10_tensors_are_named(torch_save, refused):
+    for name in ("g0_proj", "stage_projs.1", "fixed_stage_per_layer_projs.0.1", "lm_head"):
+        state = v10_state_dict()
+        array = state.pop(f"{name}.weight")
+        with refused(name):
+            load_draft_file(torch_save(v10_head(state=state)))
+        with refused(name):
+            load_draft_file(torch_save(v10_head(state=state | {f"{name}.weight": array[1:]})))
+    for name in ("self_attn.q_norm", "self_attn.k_norm"):
+        state = {k: v for k, v in v10_state_dict().items() if name not in k}
+        with refused(name):
+            load_draft_file(torch_save(v10_head(state=state)))
+    with refused("unsupported tensor aggr_projs.0.weight", "v10"):
+        state = v10_state_dict() | {"aggr_projs.0.weight": array}
+        load_draft_file(torch_save(v10_head(state=state)))
 
 
 def test_draft_ids_are_sorted_and_unique(torch_save, refused):
@@ -221,10 +298,22 @@ def test_missing_and_misshapen_tensors_are_named(torch_save, refused):
             load_draft_file(torch_save(head(state=state)))
         with refused(name):
             load_draft_file(torch_save(head(state=state | {name: array[0]})))
-    gated = state_dict()
-    gated["spec_layers.0.self_attn.q_proj.weight"] = np.zeros((32, 16), np.float32)
-    with refused("gated"):
-        load_draft_file(torch_save(head(state=gated)))
+
+
+@pytest.mark.parametrize("n_rows", [16, 32])
+def test_queries_with_twice_the_rows_are_gated(torch_save, n_rows):
+    state = state_dict()
+    state["spec_layers.0.self_attn.q_proj.weight"] = np.zeros((n_rows, 16), np.float32)
+    _, params, meta = load_draft_file(torch_save(head(state=state)))
+    assert meta["attn_gate"] is (n_rows == 32) and meta["n_heads"] == 4
+    assert params["layers"][0]["attn"]["qkv"]["weight"].shape == (n_rows + 16, 16)
+
+
+def test_queries_of_other_sizes_are_refused(torch_save, refused):
+    state = state_dict()
+    state["spec_layers.0.self_attn.q_proj.weight"] = np.zeros((24, 16), np.float32)
+    with refused("q_proj", "24", "16"):
+        load_draft_file(torch_save(head(state=state)))
 
 
 class Call:

@@ -5,7 +5,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from spd_jax.config import ConfigError
+from spd_jax.checks import ConfigError
 from spd_jax.weights.gguf_tokenizer import tokenizer_from_gguf
 from spd_jax.weights.tiny import byte_tokenizer
 from spd_jax.weights.tokenizer import tokenizer_from_directory, wrap_backend
