@@ -50,5 +50,9 @@ class Program:
         _KEPT.move_to_end(key)
         return _KEPT[key]
 
+    def shapes(self, *args, **static) -> Any:
+        """Returns the shapes of the results for arguments like these; only traces."""
+        return jax.eval_shape(lambda *arrays: self._fn(*arrays, **static), *args)
+
     def __call__(self, *args, **static) -> Any:
         return self.compile(*args, **static)(*args)

@@ -10,7 +10,7 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 from spd_jax.checks import ConfigError, suggest
 from spd_jax.commandline import parse_flags
@@ -39,6 +39,8 @@ class TrainConfig:
     """Hidden-state indices that the draft reads. None: the stage boundaries, 0 to L."""
     n_layers: int = 2
     """Decoder layers of the draft."""
+    d_ff: int | None = None
+    """Feed-forward width of the draft's layers. None: the target's, 9216 where it has none."""
     draft_vocab_size: int | None = None
     """Ids the draft can propose, the most frequent of the training data. None: all."""
     feature_norm: Literal["rms", "none"] = "rms"
@@ -100,7 +102,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "sequence_len", "log_every", "eval_every", "eval_rows"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("save_every", "keep", "steps", "draft_vocab_size"):
+        for name in ("save_every", "keep", "steps", "draft_vocab_size", "d_ff"):
             _at_least(name, getattr(self, name), 1)
         for name in ("warmup_steps", "weight_decay", "seed"):
             _at_least(name, getattr(self, name), 0)
@@ -123,7 +125,7 @@ class TrainConfig:
             )
 
     def draft_config(
-        self, target: TargetConfig, draft_ids: tuple[int, ...] | None, target_sha256: str
+        self, target: TargetConfig, draft_ids: tuple[int, ...] | None, target_sha256: str | None
     ) -> DraftConfig:
         """Returns the settings of the draft this run trains for a target."""
         pipeline = PipelineConfig(target.n_layers, self.n_stages)
@@ -131,12 +133,16 @@ class TrainConfig:
             anchors=pipeline.default_anchors() if self.anchors is None else self.anchors,
             n_stages=self.n_stages,
             n_layers=self.n_layers,
+            d_ff=self.d_ff,
             feature_norm=self.feature_norm,
             qk_norm=target.qk_norm if self.qk_norm is None else self.qk_norm,
             head=self.head,
             draft_ids=draft_ids,
             target_sha256=target_sha256,
         )
+
+
+Settings = TypeVar("Settings", bound=TrainConfig)
 
 
 def _at_least(name: str, value: float | None, least: int) -> None:
@@ -161,9 +167,13 @@ def named_config(name: str) -> TrainConfig:
     return importlib.import_module(f"{configs.__name__}.{name}").get_config()
 
 
-def parse_config(prog: str, argv: Sequence[str]) -> TrainConfig:
+def parse_config(
+    prog: str, argv: Sequence[str], cls: type[Settings] = TrainConfig, more: str = ""
+) -> Settings:
     """Reads `--config NAME` and any `--field value` after or before it.
 
+    Args:
+      cls: TrainConfig or a dataclass that adds fields to it; more: said at the end of `--help`.
     Raises:
       ConfigError: no such config, or a field has a value that cannot be.
       SystemExit: a flag is unknown or malformed (code 2, one line), or `--help` was asked.
@@ -177,7 +187,9 @@ def parse_config(prog: str, argv: Sequence[str]) -> TrainConfig:
     if name is None:
         if "--help" not in rest and "-h" not in rest:
             raise ConfigError(f"give --config NAME; there are {', '.join(config_names())}")
-        default, text = TrainConfig(), f"Give --config NAME first: {', '.join(config_names())}."
+        default, text = cls(), f"Give --config NAME first: {', '.join(config_names())}."
     else:
-        default, text = named_config(name), f"Defaults are those of --config {name}."
-    return parse_flags(TrainConfig, prog, rest, default, f"{TrainConfig.__doc__} {text}")
+        named = named_config(name)
+        fields = {field.name: getattr(named, field.name) for field in dataclasses.fields(named)}
+        default, text = cls(**fields), f"Defaults are those of --config {name}."
+    return parse_flags(cls, prog, rest, default, f"{cls.__doc__} {text} {more}".rstrip())

@@ -1,6 +1,7 @@
 """Trains a Pipeline Draft Module; the same command resumes from the last checkpoint.
 
     python -m train.pdm --config smollm2_n5 [--field value ...]
+    python -m train.pdm --config qwen4b_n8 --dry-run     # what it needs, from shapes alone
 
 target + rows -> draft -> train steps -> workdir/{checkpoints,heads}/<n>, metrics.jsonl, run.json
 """
@@ -21,14 +22,21 @@ import optax
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import run, say
-from spd_jax.config import DraftConfig, PipelineConfig, refuse_v10
+from spd_jax.config import DraftConfig, refuse_v10
 from spd_jax.models.distill import kept_states
-from spd_jax.models.draft import check_grows, check_pair, grow_params, init_params
+from spd_jax.models.draft import (
+    check_grows,
+    check_pair,
+    check_row_types,
+    grow_params,
+    init_params,
+)
 from spd_jax.weights import LoadedTarget, load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train.checkpoint import has_checkpoint, restore_latest, save_state
 from train.config import TrainConfig, parse_config
 from train.data import Corpus, count_draft_ids, last_answers, read_corpus, training_batches
+from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
 from train.evaluate import describe_figures, evaluate, make_eval_step
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 from train.optimizer import learning_rate, make_optimizer
@@ -39,6 +47,7 @@ from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
 from train.teacher import StateCache, Teacher
 
+PROG = "python -m train.pdm"
 MAX_SKIPPED = 20  # batches in a row without a valid position: something is wrong with the data
 
 
@@ -64,7 +73,10 @@ class Run:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains until the last step, a signal or the time limit; returns the exit code."""
     started = time.monotonic()
-    config = parse_config("python -m train.pdm", sys.argv[1:] if argv is None else argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if any(flag in argv for flag in DRY_RUN_FLAGS):
+        return dry_run(parse_dry_run(PROG, argv))
+    config = parse_config(PROG, argv, more=DRY_RUN_HELP)
     say(f"loading {config.target} ...")
     target = load_target_files(config.target, config.dtype)
     corpus = read_data(config.train_data, config, target)
@@ -209,7 +221,7 @@ def open_run(
     check_pair(target.config, draft)
     if start is not None:
         check_grows(target.config, draft, start[0])
-    check_row_types(draft, target.config.n_layers)
+    check_row_types(target.config, draft)
     write_record(workdir, config, draft, corpus.sha256)
     return config, draft, start
 
@@ -229,18 +241,6 @@ def read_start(config: TrainConfig, target: LoadedTarget) -> tuple[DraftConfig, 
             "target"
         )
     return draft, params
-
-
-def check_row_types(draft: DraftConfig, n_layers: int) -> None:
-    """Raises ConfigError where a row type would be trained on nothing."""
-    pipeline = PipelineConfig(n_layers, draft.n_stages, draft.stage_layers)
-    reached = set(pipeline.row_types(draft.anchors))
-    unused = [b for i, b in enumerate(draft.anchors) if i not in reached]
-    if unused:
-        raise ConfigError(
-            f"anchors {unused} are the deepest at no depth of {draft.n_stages} stages that end at "
-            f"layers {pipeline.starts[1:]}; drop them or move them to stage boundaries"
-        )
 
 
 def make_teacher(this: Run, corpus: Corpus) -> Teacher:

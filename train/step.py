@@ -65,6 +65,27 @@ def draw_fill(key: jax.Array, n_stages: int, expected_alpha: float | None = None
     return jnp.where(jax.random.bernoulli(full_key), n_stages, fill)
 
 
+def make_loss(
+    target: TargetConfig, draft: DraftConfig, temperature: float, mask_mode: str
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+    """Returns (draft params, target params, batch, fill) -> (loss, metrics) at a static fill."""
+
+    def loss_fn(params: Any, target_params: Any, batch: dict, fill: int) -> Any:
+        scores = score_positions(
+            target,
+            draft,
+            target_params,
+            params,
+            *teacher_outputs(target, draft, batch),
+            fill=fill,
+            temperature=temperature,
+            mask_mode=mask_mode,
+        )
+        return summarise(scores, batch["labels"])
+
+    return loss_fn
+
+
 def make_train_step(
     target: TargetConfig,
     draft: DraftConfig,
@@ -83,19 +104,7 @@ def make_train_step(
     A batch without a valid position changes nothing but the count of such batches.
     """
 
-    def loss_fn(params: Any, target_params: Any, batch: dict, fill: int) -> Any:
-        scores = score_positions(
-            target,
-            draft,
-            target_params,
-            params,
-            *teacher_outputs(target, draft, batch),
-            fill=fill,
-            temperature=temperature,
-            mask_mode=mask_mode,
-        )
-        return summarise(scores, batch["labels"])
-
+    loss_fn = make_loss(target, draft, temperature, mask_mode)
     # One branch a fill: the row types that play no part at it are left out.
     at_fill = [
         jax.value_and_grad(functools.partial(loss_fn, fill=fill), has_aux=True)

@@ -5,6 +5,7 @@ Each row is computed once where a cache is kept: later epochs read it from disk.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
@@ -36,17 +37,8 @@ class Teacher:
         corpus: Corpus,
         cache: StateCache | None = None,
     ) -> None:
-        kept = kept_states(target, draft)
-
-        @jax.jit
-        def outputs(params: Any, input_ids: jax.Array, valid: jax.Array) -> tuple:
-            hidden = model.hidden_states(target, params, input_ids)
-            best = argmax_lowest(model.logits(target, params, hidden[-1]))
-            states = jnp.stack([hidden[b] for b in kept], axis=2)
-            return jnp.where(valid[..., None, None] > 0, states, 0), best
-
-        self._outputs, self._params, self._rows = outputs, params, corpus.rows
-        self._cache = cache
+        self._outputs = jax.jit(functools.partial(run_target, target, kept_states(target, draft)))
+        self._params, self._rows, self._cache = params, corpus.rows, cache
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns the batch on the device, with the target's outputs."""
@@ -64,6 +56,24 @@ class Teacher:
             if self._cache:
                 self._cache.write(numbers, lens, *jax.device_get((states, best)))
         return {**on_device, "states": states, "best": best}
+
+
+def run_target(
+    target: TargetConfig,
+    kept: tuple[int, ...],
+    params: Any,
+    input_ids: jax.Array,
+    valid: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the hidden states `kept` [B, T, K, D], zero on padding, and choices [B, T].
+
+    Args:
+      input_ids: int [B, T]; valid: int [B, T], 0 on padding.
+    """
+    hidden = model.hidden_states(target, params, input_ids)
+    best = argmax_lowest(model.logits(target, params, hidden[-1]))
+    states = jnp.stack([hidden[b] for b in kept], axis=2)
+    return jnp.where(valid[..., None, None] > 0, states, 0), best
 
 
 def teacher_outputs(

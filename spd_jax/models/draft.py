@@ -60,6 +60,18 @@ def check_pair(target: TargetConfig, draft: AnyDraftConfig) -> None:
         )
 
 
+def check_row_types(target: TargetConfig, draft: DraftConfig) -> None:
+    """Raises ConfigError where a row type would be trained on nothing."""
+    pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
+    reached = set(pipeline.row_types(draft.anchors))
+    unused = [b for i, b in enumerate(draft.anchors) if i not in reached]
+    if unused:
+        raise ConfigError(
+            f"anchors {unused} are the deepest at no depth of {draft.n_stages} stages that end at "
+            f"layers {pipeline.starts[1:]}; drop them or move them to stage boundaries"
+        )
+
+
 def all_blocks(anchors: tuple[int, ...]) -> tuple[int, ...]:
     """Every row type, deepest first: the order of training rows."""
     return tuple(reversed(range(len(anchors))))

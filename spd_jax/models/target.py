@@ -117,6 +117,11 @@ def layer_shapes(config: TargetConfig, kind: LayerKind) -> dict:
     return jax.eval_shape(functools.partial(init_layer, config, kind), jax.random.key(0))
 
 
+def param_shapes(config: TargetConfig, dtype: jnp.dtype) -> dict:
+    """The parameter tree as abstract arrays."""
+    return jax.eval_shape(functools.partial(init_params, config, dtype=dtype), jax.random.key(0))
+
+
 def init_params(config: TargetConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict:
     """Returns random parameters (normal 0.02; norms one) in the tree described above."""
     embed_key, head_key, *layer_keys = jax.random.split(key, config.n_layers + 2)

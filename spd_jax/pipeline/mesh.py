@@ -1,10 +1,13 @@
-"""Which devices an engine runs on: one device for all ranks, or a mesh of N + 1."""
+"""Which devices an engine runs on: one device for all ranks, or a mesh of N + 1.
+
+An abstract mesh has ranks but no devices: programs can be traced for it, not run.
+"""
 
 from __future__ import annotations
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spd_jax.checks import ConfigError
 from spd_jax.pipeline.comm import AXIS
@@ -51,6 +54,11 @@ def resolve_mesh(mesh: Mesh | str | None, placement: str, n_stages: int) -> Mesh
             f"{len(devices)}; lower n_stages, or use placement 'virtual' (or --cpu-devices)"
         )
     return None
+
+
+def abstract_mesh(n_stages: int) -> AbstractMesh:
+    """Returns a mesh of N + 1 ranks without devices."""
+    return AbstractMesh((n_stages + 1,), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def _stage_mesh(devices: list[jax.Device]) -> Mesh:

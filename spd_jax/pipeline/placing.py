@@ -2,12 +2,14 @@
 
 Virtual mode shares the per-layer arrays. On a mesh they lie in the slots of `slots`: rank s < N
 holds the layers of stage s there, rank N those of the draft module. A rank without an array that
-another rank has in the same place holds zeros; `wasted_bytes` counts them.
+another rank has in the same place holds zeros; `wasted_bytes` counts them. On an abstract mesh
+parameters are shapes, and so is what comes of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spd_jax.config import PipelineConfig, TargetConfig
 from spd_jax.models import draft as pdm
@@ -35,7 +37,7 @@ class Layout:
     """How a target's parameters are sharded: by which stages, over which devices."""
 
     pipeline: PipelineConfig
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
 
 
 def local_weights(spec: EngineSpec, target_params: dict, draft_params: dict) -> EngineWeights:
@@ -60,7 +62,7 @@ def local_weights(spec: EngineSpec, target_params: dict, draft_params: dict) -> 
 
 def shard_target(params: dict, config: TargetConfig, layout: Layout) -> dict:
     """Returns the target's parameters as {"slots", "embed", "final_norm", "lm_head"} on a mesh."""
-    pipeline, n_ranks = layout.pipeline, layout.mesh.devices.size
+    pipeline, n_ranks = layout.pipeline, layout.mesh.size
     stages = [params["layers"][a:b] for a, b in itertools.pairwise(pipeline.starts)]
     slots = _pack(stages, n_ranks, lambda parts: _stack(parts, layout.mesh))
     table = shard_ids(np.arange(config.vocab_size), n_ranks)
@@ -87,15 +89,17 @@ def unshard_target(sharded: dict, config: TargetConfig, layout: Layout) -> dict:
     }
     for name in ("embed", "lm_head"):
         if name in sharded:
-            parts = np.stack([part[0] for part in _shards(sharded[name]["weight"])])
+            parts = np.stack(_shards(sharded[name]["weight"]))
             rows = parts.swapaxes(0, 1).reshape(-1, parts.shape[-1])  # id = j * R + shard
             params[name] = {"weight": jnp.asarray(rows[: config.vocab_size])}
     return params
 
 
-def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh) -> EngineWeights:
+def mesh_weights(
+    spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh | AbstractMesh
+) -> EngineWeights:
     """Adds the draft module to a sharded target: its layers on rank N, its head on all ranks."""
-    n_ranks = mesh.devices.size
+    n_ranks = mesh.size
     slots = {part: [dict(slot) for slot in there] for part, there in sharded["slots"].items()}
     for part, nth, key, leaf in place_layers(draft_params["layers"]):
         slot = _slot(slots, part, nth)
@@ -114,14 +118,16 @@ def mesh_weights(spec: EngineSpec, sharded: dict, draft_params: dict, mesh: Mesh
             draft = _shard_rows(source, np.where(draft_table < 0, -1, rows), mesh)
         else:
             weight = sharded.get("lm_head", sharded["embed"])["weight"]
-            parts = [part[0] for part in _shards(weight)]
             draft = _stack(
                 [_take_rows(part, row // n_ranks, row >= 0)
-                 for part, row in zip(parts, draft_table, strict=True)],
+                 for part, row in zip(_shards(weight), draft_table, strict=True)],
                 mesh,
             )  # fmt: skip
+    find_scale = functools.partial(model.final_scale, spec.target)
     heads = Heads(
-        final_scale=model.final_scale(spec.target, sharded),
+        final_scale=jax.eval_shape(find_scale, sharded)
+        if is_abstract(mesh)
+        else find_scale(sharded),
         embed=sharded["embed"]["weight"],
         target=None if spec.target.tied_embeddings else sharded["lm_head"]["weight"],
         target_ids=_place(table, mesh),
@@ -142,11 +148,16 @@ def weight_specs(weights: EngineWeights) -> EngineWeights:
     )
 
 
+def is_abstract(mesh: Mesh | AbstractMesh | None) -> bool:
+    """True for a mesh without devices, where every array is a shape."""
+    return isinstance(mesh, AbstractMesh)
+
+
 def wasted_bytes(spec: EngineSpec, weights: EngineWeights) -> list[int]:
     """Bytes of layer slots that hold nothing, per rank of a mesh."""
     there = weights.ranks[0]
     bytes_of = {
-        (part, nth, key): leaf.nbytes // leaf.shape[0]
+        (part, nth, key): leaf.size * leaf.dtype.itemsize // leaf.shape[0]
         for part, slots in there.items()
         for nth, slot in enumerate(slots)
         for key, leaf in slot.items()
@@ -179,48 +190,62 @@ def _slot(parts: Packed, part: str, nth: int) -> dict[str, Any]:
     return slots[nth]
 
 
-def _shards(array: jax.Array) -> list[np.ndarray]:
-    """The blocks [1, ...] of a leaf [R, ...], in rank order, on the host."""
-    return [np.asarray(shard.data) for shard in _sorted_shards(array)]
+def _shards(array: jax.Array) -> list[Any]:
+    """The block [...] of each rank of a leaf [R, ...], on the host."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype)] * array.shape[0]
+    return [np.asarray(shard.data)[0] for shard in _sorted_shards(array)]
 
 
 def _sorted_shards(array: jax.Array) -> list[jax.Shard]:
     return sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
 
 
-def _with_last(array: jax.Array, block: Any, mesh: Mesh) -> jax.Array:
+def _with_last(array: jax.Array, block: Any, mesh: Mesh | AbstractMesh) -> jax.Array:
     """Replaces the block of the last rank; the others stay the buffers they are."""
+    if is_abstract(mesh):
+        return array
     blocks = [shard.data for shard in _sorted_shards(array)]
     blocks[-1] = jax.device_put(np.asarray(block)[None], mesh.devices[-1])
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, blocks)
 
 
-def _place(array: np.ndarray, mesh: Mesh) -> jax.Array:
-    return jax.device_put(array, NamedSharding(mesh, ON_RANK))
+def _place(array: np.ndarray, mesh: Mesh | AbstractMesh) -> jax.Array:
+    return _put(array, mesh, ON_RANK)
 
 
-def _replicate(tree: Any, mesh: Mesh) -> Any:
-    return jax.device_put(tree, NamedSharding(mesh, EVERYWHERE))
+def _replicate(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    return _put(tree, mesh, EVERYWHERE)
 
 
-def _stack(parts: list[Any], mesh: Mesh) -> jax.Array:
+def _put(tree: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
+    if is_abstract(mesh):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def _stack(parts: list[Any], mesh: Mesh | AbstractMesh) -> jax.Array:
     """One leaf [R, ...] of an array per rank; None is zeros."""
     example = next(part for part in parts if part is not None)
+    shape = (len(parts), *example.shape)
+    if is_abstract(mesh):
+        return jax.ShapeDtypeStruct(shape, example.dtype)
 
     def block(index: tuple[slice, ...]) -> np.ndarray:
         part = parts[index[0].start or 0]
         part = np.zeros(example.shape, example.dtype) if part is None else np.asarray(part)
         return part[None]
 
-    shape = (len(parts), *example.shape)
     return jax.make_array_from_callback(shape, NamedSharding(mesh, ON_RANK), block)
 
 
-def _take_rows(weight: Any, rows: np.ndarray, exists: np.ndarray) -> np.ndarray:
+def _take_rows(weight: Any, rows: np.ndarray, exists: np.ndarray) -> Any:
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(rows), *weight.shape[1:]), weight.dtype)
     taken = np.asarray(weight)[np.maximum(rows, 0)]
     return np.where(exists[:, None], taken, np.zeros_like(taken))
 
 
-def _shard_rows(weight: Any, table: np.ndarray, mesh: Mesh) -> jax.Array:
+def _shard_rows(weight: Any, table: np.ndarray, mesh: Mesh | AbstractMesh) -> jax.Array:
     """Leaf [R, n, D] of the rows int [R, n] that each shard holds; -1 is a row of zeros."""
     return _stack([_take_rows(weight, rows, rows >= 0) for rows in table], mesh)

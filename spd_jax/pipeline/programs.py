@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spd_jax.models.cache import bucket_capacity
+from spd_jax.models.reference import padded_prompt_len
 from spd_jax.pipeline.comm import LocalComm, MeshComm
 from spd_jax.pipeline.cycle import run_cycle
 from spd_jax.pipeline.placing import EVERYWHERE, ON_RANK, weight_specs
@@ -29,7 +32,7 @@ class Engine:
     """A target and a draft module, placed and ready to decode."""
 
     spec: EngineSpec
-    mesh: Mesh | None  # None: virtual mode
+    mesh: Mesh | AbstractMesh | None  # None: virtual mode
     weights: EngineWeights
 
     @property
@@ -42,7 +45,7 @@ class Engine:
 
     @property
     def n_devices(self) -> int:
-        return 1 if self.mesh is None else self.mesh.devices.size
+        return 1 if self.mesh is None else self.mesh.size
 
 
 def cache_capacity(spec: EngineSpec, n_padded: int, longest: int, max_new_tokens: int) -> int:
@@ -54,15 +57,38 @@ def prefill(
     engine: Engine, prompts: np.ndarray, inputs: Inputs, max_new_tokens: int
 ) -> Callable[[], PipelineState]:
     """Compiles the prefill of a batch; calling what is returned runs it and gives the state."""
-    spec = engine.spec
     longest = int(np.max(np.asarray(inputs.prompt_lens)))
-    capacity = cache_capacity(spec, prompts.shape[1], longest, max_new_tokens)
-    n_slots = -(-(max_new_tokens + spec.n_stages) // TOKEN_BUCKET) * TOKEN_BUCKET
+    static = _prefill_static(engine, prompts.shape[1], longest, max_new_tokens)
     args = (engine.weights, jnp.asarray(prompts), inputs)
-    program = PREFILL.compile(
-        *args, spec=spec, mesh=engine.mesh, capacity=capacity, n_slots=n_slots
-    )
+    program = PREFILL.compile(*args, **static)
     return lambda: jax.block_until_ready(program(*args))
+
+
+def trace(engine: Engine, n_batch: int, prompt_len: int, max_new_tokens: int) -> PipelineState:
+    """Traces prefill and a chunk of cycles; returns the shapes of the state between two cycles.
+
+    Nothing runs or is compiled: the engine may be one of shapes on an abstract mesh.
+    """
+    ids = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    n_padded = padded_prompt_len(prompt_len)
+    static = _prefill_static(engine, n_padded, prompt_len, max_new_tokens)
+    inputs = Inputs(prompt_lens=ids((n_batch,)), stop_ids=ids((1,)), limit=ids(()))
+    state = PREFILL.shapes(engine.weights, ids((n_batch, n_padded)), inputs, **static)
+    static = {"spec": engine.spec, "mesh": engine.mesh}
+    return CHUNK.shapes(engine.weights, state, inputs, ids(()), **static)
+
+
+def _prefill_static(
+    engine: Engine, n_padded: int, longest: int, max_new_tokens: int
+) -> dict[str, Any]:
+    """What a prefill is compiled for besides its arguments' shapes."""
+    spec = engine.spec
+    return {
+        "spec": spec,
+        "mesh": engine.mesh,
+        "capacity": cache_capacity(spec, n_padded, longest, max_new_tokens),
+        "n_slots": -(-(max_new_tokens + spec.n_stages) // TOKEN_BUCKET) * TOKEN_BUCKET,
+    }
 
 
 def chunk(
@@ -140,7 +166,7 @@ def _on_ranks(fn: Callable, spec: EngineSpec, mesh: Mesh | None, *args) -> Pipel
         return dataclasses.replace(state, caches=jax.tree.map(lambda x: x[None], state.caches))
 
     return jax.shard_map(
-        per_rank, mesh=mesh, in_specs=specs, out_specs=_STATE_SPECS, check_vma=True
+        per_rank, mesh=mesh, in_specs=specs, out_specs=STATE_SPECS, check_vma=True
     )(*args)
 
 
@@ -148,7 +174,7 @@ def _partition(arg) -> PartitionSpec | EngineWeights | PipelineState:
     """Partition of an argument of a program, as a prefix of its tree."""
     if isinstance(arg, EngineWeights):
         return weight_specs(arg)
-    return _STATE_SPECS if isinstance(arg, PipelineState) else EVERYWHERE
+    return STATE_SPECS if isinstance(arg, PipelineState) else EVERYWHERE
 
 
 def _unblock(spec: PartitionSpec, tree):
@@ -156,7 +182,7 @@ def _unblock(spec: PartitionSpec, tree):
     return jax.tree.map(lambda x: x[0], tree) if spec == ON_RANK else tree
 
 
-_STATE_SPECS = PipelineState(
+STATE_SPECS = PipelineState(
     caches=ON_RANK,
     **{f.name: EVERYWHERE for f in dataclasses.fields(PipelineState) if f.name != "caches"},
 )

@@ -1,6 +1,7 @@
 """Files <-> parameter trees: the only room that knows checkpoint key names.
 
-`load_target_files` reads a target from wherever it is, `load_draft_file` a draft module.
+`load_target_files` reads a target from wherever it is, `load_target_config` its geometry alone,
+`load_draft_file` a draft module.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from spd_jax.checks import ConfigError
-from spd_jax.config import AnyDraftConfig
+from spd_jax.config import AnyDraftConfig, TargetConfig
 from spd_jax.weights.loaded import LoadedTarget
 
-__all__ = ["LoadedTarget", "load_draft_file", "load_target_files"]
+__all__ = ["LoadedTarget", "load_draft_file", "load_target_config", "load_target_files"]
 
 
 def load_target_files(source: str | Path, dtype: str = "float32") -> LoadedTarget:
@@ -44,10 +45,56 @@ def load_target_files(source: str | Path, dtype: str = "float32") -> LoadedTarge
 
     if path.is_dir():
         return load_hf(path, dtype)
-    parts = str(source).split("/")
-    if len(parts) == 2 and all(parts) and not str(source).startswith((".", "~")):
+    if _is_hub_id(source):
         return load_hf(snapshot(str(source)), dtype)
+    raise _not_there(source)
+
+
+def load_target_config(source: str | Path) -> tuple[TargetConfig, str | None]:
+    """Reads a target's geometry: no weights and no network.
+
+    Args:
+      source: as for `load_target_files`; of a hub id the cached config.json, else the published
+        geometry.
+    Returns:
+      The geometry, and a line to show where a part of it is inferred.
+    Raises:
+      ConfigError: nothing usable there.
+    """
+    from spd_jax.weights import hf, published
+
+    if source == "tiny":
+        from spd_jax.weights.tiny import TINY_CONFIG
+
+        return TINY_CONFIG, None
+    path, name = Path(source), str(source)
+    if path.suffix.lower() == ".gguf":
+        from spd_jax.weights.gguf import gguf_config
+
+        return gguf_config(path), None
+    if path.is_dir():
+        return hf.hf_config(path), None
+    cached = hf.cached_config(name) if _is_hub_id(source) else None
+    if cached is not None:
+        return cached, None
+    known = published.published_config(name)
+    if known is not None:
+        return known
+    if not _is_hub_id(source):
+        raise _not_there(source)
     raise ConfigError(
+        f"no config.json of {name!r} is at hand; give a directory that holds it, or one of "
+        f"{', '.join(published.published_names())}"
+    )
+
+
+def _is_hub_id(source: str | Path) -> bool:
+    parts = str(source).split("/")
+    return len(parts) == 2 and all(parts) and not str(source).startswith((".", "~"))
+
+
+def _not_there(source: str | Path) -> ConfigError:
+    return ConfigError(
         f"target {str(source)!r} is not there; give smollm2-135m, tiny, an HF directory,"
         " a .gguf file or a hub id owner/name"
     )

@@ -65,6 +65,16 @@ def load_gguf(path: str | Path, dtype: str, tokenizer_cache: Path | None = None)
     return LoadedTarget(config, params, tokenizer, tuple(sorted(stop)), file_sha256(path))
 
 
+def gguf_config(path: str | Path) -> TargetConfig:
+    """Reads the geometry of a GGUF file.
+
+    Raises:
+      ConfigError: as `load_gguf`.
+    """
+    path = Path(path)
+    return _config(*_read(path), path)
+
+
 def unpermute(array: np.ndarray, n_heads: int) -> np.ndarray:
     """Returns q or k rows [n*E, in] from interleaved to half-split RoPE order."""
     n_rows = array.shape[0]

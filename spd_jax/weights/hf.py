@@ -66,6 +66,28 @@ def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
     return LoadedTarget(config, params, tokenizer, stop_ids, sha256)
 
 
+def hf_config(directory: str | Path) -> TargetConfig:
+    """Reads the geometry of an HF directory, which needs no weights.
+
+    Raises:
+      ConfigError: not a model we run.
+    """
+    path = Path(directory) / "config.json"
+    return config_from_hf(read_json(path), path)
+
+
+def cached_config(hub_id: str) -> TargetConfig | None:
+    """Reads the geometry of a hub model from the local cache; None where it is not there.
+
+    Raises:
+      ConfigError: not a model we run.
+    """
+    import huggingface_hub  # only for hub ids
+
+    path = huggingface_hub.try_to_load_from_cache(hub_id, "config.json")
+    return hf_config(Path(path).parent) if isinstance(path, str) else None
+
+
 def snapshot(hub_id: str) -> Path:
     """Returns the local directory of a hub model, downloading it where it is not cached."""
     import huggingface_hub  # only for hub ids

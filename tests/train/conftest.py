@@ -8,8 +8,16 @@ import jax
 import numpy as np
 import pytest
 
-from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.config import (
+    DeltaNetConfig,
+    DraftConfig,
+    ExpertsConfig,
+    LayerKind,
+    PipelineConfig,
+    TargetConfig,
+)
 from spd_jax.models import target as model
+from spd_jax.weights.hf import write_target
 from train.data import Corpus, read_corpus
 
 SMALL = TargetConfig(
@@ -69,3 +77,45 @@ def rows_file(tmp_path_factory) -> Path:
 def corpus(rows_file) -> Corpus:
     """The rows of `rows_file`."""
     return read_corpus(rows_file, SMALL.vocab_size, 24)
+
+
+HYBRID = dataclasses.replace(
+    SMALL,
+    n_layers=8,
+    d_ff=48,
+    max_context=4096,
+    tied_embeddings=True,
+    qk_norm=True,
+    model_type="qwen3_5_text",
+    kinds=(LayerKind("delta"),) * 3 + (LayerKind(),) + (LayerKind("delta"),) * 3 + (LayerKind(),),
+    rotary_dim=4,
+    norm_offset=True,
+    attn_gate=True,
+    delta=DeltaNetConfig(n_key_heads=1, n_value_heads=2, key_dim=8, value_dim=8, conv_width=4),
+)
+MIXTURE = dataclasses.replace(
+    HYBRID,
+    d_ff=None,
+    model_type="qwen3_5_moe_text",
+    kinds=tuple(LayerKind(kind.mixer, "experts") for kind in HYBRID.kinds),
+    experts=ExpertsConfig(n_experts=4, n_active=2, d_ff=16, normalise=True, shared_d_ff=16),
+)
+
+
+def _write_directory(directory: Path, config: TargetConfig) -> Path:
+    params = model.init_params(config, jax.random.key(1))
+    params = jax.tree.map(lambda leaf: np.asarray(leaf * 4 if leaf.ndim == 2 else leaf), params)
+    write_target(directory, config, params)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def hybrid_directory(tmp_path_factory) -> Path:
+    """The HF directory of a target of delta-nets and full attention."""
+    return _write_directory(tmp_path_factory.mktemp("hybrid"), HYBRID)
+
+
+@pytest.fixture(scope="session")
+def mixture_directory(tmp_path_factory) -> Path:
+    """The HF directory of the same target with mixtures of experts: it has no dense MLP."""
+    return _write_directory(tmp_path_factory.mktemp("mixture"), MIXTURE)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+import spd_jax
 from spd_jax.checks import ConfigError
 from spd_jax.config import DraftConfig
 from spd_jax.weights import load_draft_file, load_target_files
@@ -290,6 +291,21 @@ def test_a_second_interrupt_ends_at_once():
     with StopRequest(time.monotonic(), None), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hybrid", "mixture"])
+def test_a_head_for_an_hf_directory_is_trained_and_decodes(kind, rows_file, tmp_path, request):
+    source = request.getfixturevalue(f"{kind}_directory")
+    flags = argv(rows_file, tmp_path, "--target", str(source), "--draft-vocab-size", "40")
+    assert pdm.main([*flags, "--steps", "3", "--d-ff", "24", "--n-stages", "2"]) == 0
+    target = spd_jax.load_target(source)
+    draft = spd_jax.load_draft(tmp_path / "heads" / "3", target)
+    width = target.config.d_model
+    assert draft.params["layers"][0]["mlp"]["down"]["weight"].shape == (width, 24)
+    more = {"max_new_tokens": 12, "stop_ids": ()}
+    result = spd_jax.decode(target, draft, [5, 6, 7], mesh="virtual", **more)
+    assert result.tokens == spd_jax.generate(target, [5, 6, 7], **more).tokens
 
 
 @pytest.mark.slow

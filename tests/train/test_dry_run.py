@@ -1,0 +1,193 @@
+"""A dry run counts what real arrays weigh, compares it with the device memory, touches nothing."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spd_jax
+from spd_jax.checks import ConfigError
+from spd_jax.commandline import run
+from spd_jax.engines import build_engine
+from spd_jax.models import target as model
+from spd_jax.models.bundle import Draft
+from spd_jax.models.cache import init_cache
+from spd_jax.models.distill import kept_states
+from spd_jax.models.draft import check_pair, check_row_types, init_params
+from spd_jax.pipeline.programs import cache_capacity, prefill
+from spd_jax.pipeline.state import Inputs
+from spd_jax.weights import load_target_config
+from train import dry_run, memory, pdm
+from train.config import config_names, named_config
+from train.optimizer import make_optimizer
+from train.step import init_state, make_loss
+from train.teacher import run_target
+
+PROG = "python -m train.pdm"
+
+
+def settings(*flags):
+    return dry_run.parse_dry_run(PROG, ["--config", "tiny_n4", "--dry-run", *flags])
+
+
+def device_bytes(tree) -> list[int]:
+    """What each device really holds of a tree of arrays."""
+    held = Counter()
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device.id] += shard.data.nbytes
+    return [held[device.id] for device in jax.devices()]
+
+
+def mesh_settings(directory, *flags):
+    """Settings for eight stages on the nine devices, and the engine of real arrays for them."""
+    flags = ("--target", str(directory), "--n-stages", "8", "--draft-vocab-size", "40", *flags)
+    config = settings(*flags, "--n-layers", "3", "--decode-batch", "2", "--context-len", "128")
+    target = spd_jax.load_target(directory)
+    draft_config = config.draft_config(target.config, tuple(range(40)), None)
+    init = functools.partial(init_params, target.config, draft_config)
+    shapes = jax.eval_shape(init, target.params, jax.random.key(0))
+    draft = Draft(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), draft_config)
+    return config, build_engine(target, draft, None, None, None, "dedicated")
+
+
+@pytest.mark.parametrize("head", ["own", "target"])
+def test_counted_weights_are_those_of_real_arrays_on_nine_devices(hybrid_directory, head):
+    config, engine = mesh_settings(hybrid_directory, "--head", head)
+    counted, weights = dry_run.make_plan(config).ranks, engine.weights
+    parts = {"layers": weights.ranks, "heads": weights.heads, "projs": weights.projs}
+    for name, part in parts.items():
+        assert device_bytes(part) == [getattr(counted, name)] * 9, name
+
+
+@pytest.mark.slow
+def test_counted_caches_and_state_are_those_of_a_decode_on_nine_devices(hybrid_directory):
+    config, engine = mesh_settings(hybrid_directory)
+    counted = dry_run.make_plan(config).ranks
+    lens = jnp.full(2, 64, jnp.int32)
+    inputs = Inputs(prompt_lens=lens, stop_ids=jnp.array([-1]), limit=jnp.int32(1))
+    state = prefill(engine, np.ones((2, 64), np.int32), inputs, 64)()
+    (caches,) = state.caches
+    assert device_bytes(caches["attention"]) == [counted.kv_caches] * 9
+    assert device_bytes(caches["delta"]) == [counted.state_rings] * 9
+    assert device_bytes((engine.weights, state)) == [counted.total] * 9
+
+
+def test_padding_is_what_a_rank_has_no_layer_for(hybrid_directory):
+    flags = ("--target", str(hybrid_directory), "--draft-vocab-size", "40", "--n-stages", "8")
+    plan = dry_run.make_plan(settings(*flags))
+    spec, ranks, half = plan.spec, plan.ranks, plan.config.context_len // 2
+    capacity = cache_capacity(spec, half, half, half)
+    for rank, kinds in enumerate(spec.rank_kinds):
+        config = spec.target if rank < 8 else spec.draft_layer
+        layers = [model.layer_shapes(config, kind) for kind in kinds]
+        caches = [
+            init_cache(spec.target, kind.mixer, 1, capacity, 8, jnp.float32) for kind in kinds
+        ]
+        used = sum(4 * leaf.size for leaf in jax.tree.leaves(layers))
+        assert ranks.layers - ranks.wasted_layers[rank] == used
+        used = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+        assert ranks.caches - ranks.wasted_caches[rank] == used
+    assert len(set(ranks.wasted_layers)) > 1
+
+
+def test_the_trainer_is_counted_as_its_arrays_weigh(hybrid_directory):
+    config = settings("--target", str(hybrid_directory), "--draft-vocab-size", "40")
+    plan = dry_run.make_plan(config)
+    target = spd_jax.load_target(hybrid_directory)
+    init = jax.jit(functools.partial(init_params, target.config, plan.spec.draft))
+    params = init(target.params, jax.random.key(0))
+    state = init_state(params, make_optimizer(config, lambda step: 0.1), jax.random.key(0))
+    want = [sum(x.nbytes for x in jax.tree.leaves(t))
+            for t in (target.params, params, state.opt_state)]  # fmt: skip
+    assert [plan.trainer.target, plan.trainer.draft, plan.trainer.optimizer] == want
+
+
+def test_what_a_backward_pass_keeps_leaves_arguments_out():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((5, 3), (3, 7)))
+    loss = lambda w, x: (jnp.sum(jnp.sin(x @ w)), None)  # noqa: E731
+    assert memory._kept_bytes(loss, w, x) == 5 * 7 * 4  # the cosine, and not x
+
+
+def test_the_backward_estimate_is_near_what_the_compiler_allocates():
+    config = settings("--sequence-len", "128", "--batch-tokens", "512")
+    plan = dry_run.make_plan(config)
+    target, draft = plan.spec.target, plan.spec.draft
+    params = model.param_shapes(target, jnp.float32)
+    init = functools.partial(init_params, target, draft)
+    draft_params = jax.eval_shape(init, params, jax.random.key(0))
+    batch = memory._longest_batch(config)
+    outputs = functools.partial(run_target, target, kept_states(target, draft))
+    states, best = jax.eval_shape(outputs, params, batch["input_ids"], batch["attention_mask"])
+    batch |= {"states": states, "best": best}
+    loss = functools.partial(make_loss(target, draft, 1.0, "exact"), fill=draft.n_stages)
+    compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(draft_params, params, batch).compile()
+    allocated = compiled.memory_analysis().temp_size_in_bytes
+    assert 0.7 < plan.trainer.backward / allocated < 1.3
+
+
+def test_a_dry_run_writes_nothing_and_says_no_limit_was_given(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert pdm.main(["--dry-run", "--config", "tiny_n4"]) == 0
+    out = capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert "row types   0 1 2 3 4 at depths 0 to 4" in out
+    assert "device_memory is not given: nothing is compared with it" in out
+
+
+def test_what_does_not_fit_is_one_line_and_exit_code_2(capsys):
+    flags = ["--dry-run", "--config", "tiny_n4", "--device-memory"]
+    with pytest.raises(SystemExit) as stop:
+        run(lambda: pdm.main([*flags, "0.001"]))
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.strip().split("\n")
+    assert "in all" in captured.out  # the report is there all the same
+    assert line.startswith("error: device_memory is 0.001 GiB, but rank 0 and the 4 others need 3.")
+    assert "the trainer needs" in line and "lower sequence_len or batch_tokens" in line
+    assert pdm.main([*flags, "0.1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--context-len", "4097"], "context_len must be at most 4096"),
+        (["--draft-vocab-size", "257"], "draft_vocab_size must be at most .* 256, got 257"),
+        (["--anchors", "0", "1", "2"], "are the deepest at no depth"),
+        (["--target", "Qwen/Qwen3-7B"], "no config.json of 'Qwen/Qwen3-7B' is at hand"),
+    ],
+)
+def test_settings_that_cannot_be_are_errors(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        dry_run.make_plan(settings(*flags))
+
+
+@pytest.mark.parametrize("field", ["context_len", "decode_batch", "device_memory"])
+def test_sizes_that_cannot_be_are_errors(field):
+    with pytest.raises(ConfigError, match=f"{field} must be"):
+        dry_run.DryRunConfig(**{field: 0})
+
+
+@pytest.mark.parametrize("name", config_names())
+def test_the_draft_of_every_config_fits_its_target(name):
+    config = named_config(name)
+    target, _ = load_target_config(config.target)
+    draft = config.draft_config(target, None, None)
+    check_pair(target, draft)
+    check_row_types(target, draft)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "n_inferred"), [("qwen4b_n16", 1), ("qwen9b_n8", 0)])
+def test_the_qwen_configs_are_built_from_shapes(name, n_inferred, capsys):
+    config = dry_run.parse_dry_run(PROG, ["--config", name])
+    plan = dry_run.make_plan(config)
+    assert capsys.readouterr().err.count("is inferred") == n_inferred
+    d, f = (2560, 9216) if "4b" in name else (4096, 12288)
+    assert plan.n_params[0] == (4_205_751_296 if "4b" in name else 8_953_803_264)
+    layer = 2 * d + 2 * 256 + d * (2 * 4096 + 2 * 1024) + 4096 * d + 3 * d * f
+    assert plan.n_params[1] == 15 * d * d + 32000 * d + config.n_layers * layer
+    assert plan.spec.draft.qk_norm

@@ -1,0 +1,246 @@
+"""`train.pdm --dry-run`: builds the programs of a run and of its decoding from shapes alone.
+
+settings + geometry -> shapes -> traced programs -> bytes of each rank and of the trainer. Nothing
+is loaded, trained or written, and no network is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from spd_jax.checks import ConfigError
+from spd_jax.commandline import say
+from spd_jax.config import LayerKind, PipelineConfig, TargetConfig
+from spd_jax.models import target as model
+from spd_jax.models.draft import check_pair, check_row_types, init_params, layer_config
+from spd_jax.pipeline.programs import trace
+from spd_jax.pipeline.sizes import EngineBytes, count_engine, shape_engine
+from spd_jax.pipeline.spec import EngineSpec
+from spd_jax.weights import load_target_config
+from train.config import TrainConfig, parse_config
+from train.memory import TrainerBytes, count_trainer
+
+DRY_RUN_FLAGS = ("--dry-run", "--dry_run")
+DRY_RUN_HELP = "With --dry-run, only says what memory the run and its decoding need."
+GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRunConfig(TrainConfig):
+    """Say what training this draft and decoding with it need, from shapes alone."""
+
+    context_len: int = 4096
+    """Tokens of a decode: a prompt of one half, new ones for the rest."""
+    decode_batch: int = 1
+    """Sequences decoded at once."""
+    device_memory: float | None = None
+    """GiB of one device: an error where something needs more. None: nothing is compared."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.context_len < 2:
+            raise ConfigError(f"context_len must be at least 2, got {self.context_len}")
+        if self.decode_batch < 1:
+            raise ConfigError(f"decode_batch must be at least 1, got {self.decode_batch}")
+        if self.device_memory is not None and not self.device_memory > 0:
+            raise ConfigError(f"device_memory must be above 0 GiB, got {self.device_memory}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a dry run found."""
+
+    config: DryRunConfig
+    spec: EngineSpec
+    n_params: tuple[int, int]  # of the target, of the draft
+    ranks: EngineBytes
+    trainer: TrainerBytes
+
+
+def parse_dry_run(prog: str, argv: Sequence[str]) -> DryRunConfig:
+    """Reads the flags of a run, and those of a dry run beside them."""
+    rest = [flag for flag in argv if flag not in DRY_RUN_FLAGS]
+    return parse_config(prog, rest, DryRunConfig)
+
+
+def dry_run(config: DryRunConfig) -> int:
+    """Prints the report; returns the exit code.
+
+    Raises:
+      ConfigError: the settings cannot be, or something does not fit the device memory.
+    """
+    plan = make_plan(config)
+    print_plan(plan, Console(highlight=False, markup=False, width=100))
+    check_memory(plan)
+    return 0
+
+
+def make_plan(config: DryRunConfig) -> Plan:
+    """Traces all programs on shapes and counts bytes; says what is inferred of the target."""
+    target, note = load_target_config(config.target)
+    if note:
+        say(f"note: {note}")
+    if config.context_len > target.max_context:
+        raise ConfigError(
+            f"context_len must be at most {target.max_context} (the context of {config.target}), "
+            f"got {config.context_len}"
+        )
+    draft = config.draft_config(target, _stand_in_ids(config, target), None)
+    check_pair(target, draft)
+    check_row_types(target, draft)
+    spec = EngineSpec(target, draft, PipelineConfig(target.n_layers, draft.n_stages))
+    target_params = model.param_shapes(target, jax.numpy.dtype(config.dtype))
+    init = functools.partial(init_params, target, draft)
+    draft_params = jax.eval_shape(init, target_params, jax.random.key(config.seed))
+    engine = shape_engine(spec, target_params, draft_params)
+    prompt_len = config.context_len // 2
+    state = trace(engine, config.decode_batch, prompt_len, config.context_len - prompt_len)
+    return Plan(
+        config,
+        spec,
+        (_n_elements(target_params), _n_elements(draft_params)),
+        count_engine(engine, state),
+        count_trainer(config, target, draft, target_params, draft_params),
+    )
+
+
+def check_memory(plan: Plan) -> None:
+    """Raises ConfigError where a rank or the trainer needs more than a device has."""
+    limit, missing = plan.config.device_memory, []
+    if limit is None:
+        return
+    if plan.ranks.total > limit * GIB:
+        missing.append(
+            f"rank 0 and the {plan.spec.n_stages} others need {_size(plan.ranks.total)} each: "
+            "raise n_stages, or lower context_len or decode_batch"
+        )
+    if plan.trainer.total > limit * GIB:
+        missing.append(
+            f"the trainer needs {_size(plan.trainer.total)}: lower sequence_len or batch_tokens"
+        )
+    if missing:
+        raise ConfigError(f"device_memory is {limit:g} GiB, but {'; '.join(missing)}")
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints what was built and what it needs."""
+    config, spec, ranks = plan.config, plan.spec, plan.ranks
+    draft, n = spec.draft, spec.n_stages
+    n_target, n_draft = plan.n_params
+    console.print(f"dry run for {config.target} in {config.dtype}: shapes only, nothing is loaded")
+    console.print(f"target      {n_target:,} parameters, {spec.target.n_layers} layers")
+    console.print(f"draft       {n_draft:,} parameters, {_describe_draft(spec)}")
+    console.print(f"anchors     {_numbers(draft.anchors)}")
+    console.print(f"row types   {_numbers(spec.row_types)} at depths 0 to {n}")
+    console.print()
+    console.print(
+        f"decoding    {n + 1} ranks, {config.decode_batch} x {config.context_len} tokens; padding: "
+        "slots of weights and caches that a rank does not use"
+    )
+    console.print(_rank_table(plan))
+    shared = {
+        "layer slots": ranks.layers,
+        "embedding and heads": ranks.heads,
+        "draft projections": ranks.projs,
+        "KV caches": ranks.kv_caches,
+        "state rings": ranks.state_rings,
+        "rest of the state": ranks.rest,
+        "in all": ranks.total,
+    }
+    console.print(_size_table("every rank", shared))
+    trainer = plan.trainer
+    shape = f"{config.batch_tokens // config.sequence_len} x {config.sequence_len} tokens"
+    step = {
+        "target weights": trainer.target,
+        "draft weights": trainer.draft,
+        "optimizer state": trainer.optimizer,
+        "batch with the target's hidden states": trainer.batch,
+        "either: the target's logits": trainer.logits,
+        "or: gradients": trainer.gradients,
+        "and what the backward pass keeps at fill N (estimate)": trainer.backward,
+        "in all": trainer.total,
+    }
+    console.print(_size_table(f"the trainer, {shape}", step))
+    console.print("not counted: other temporary buffers of the compiled programs")
+    limit = config.device_memory
+    console.print(
+        "device_memory is not given: nothing is compared with it"
+        if limit is None
+        else f"compared with device_memory {limit:g} GiB"
+    )
+
+
+def _stand_in_ids(config: TrainConfig, target: TargetConfig) -> tuple[int, ...] | None:
+    """As many draft ids as the run will choose from its data, spread evenly over the ranks."""
+    n_ids = config.draft_vocab_size
+    if n_ids is not None and n_ids > target.vocab_size:
+        raise ConfigError(
+            f"draft_vocab_size must be at most the target's vocab_size {target.vocab_size}, got "
+            f"{n_ids}"
+        )
+    return None if n_ids is None else tuple(range(n_ids))
+
+
+def _describe_draft(spec: EngineSpec) -> str:
+    draft = spec.draft
+    width = layer_config(spec.target, draft).d_ff
+    head = "its own head" if draft.head == "own" else "the target's head"
+    ids = "all ids" if draft.draft_ids is None else f"{len(draft.draft_ids):,} ids"
+    layers = "1 layer" if draft.n_layers == 1 else f"{draft.n_layers} layers"
+    return f"{layers} (MLP width {width:,}), {head} over {ids}"
+
+
+def _rank_table(plan: Plan) -> Table:
+    spec, ranks = plan.spec, plan.ranks
+    table = Table("rank", "layers", "kinds")
+    for name in ("weights", "padding", "caches", "padding"):
+        table.add_column(name, justify="right", no_wrap=True)
+    starts = spec.pipeline.starts
+    for rank, kinds in enumerate(spec.rank_kinds):
+        is_stage = rank < spec.n_stages
+        weights, caches = ranks.wasted_layers[rank], ranks.wasted_caches[rank]
+        table.add_row(
+            f"{rank}" if is_stage else f"{rank} (draft)",
+            f"{starts[rank]}-{starts[rank + 1] - 1}" if is_stage else f"{len(kinds)}",
+            _describe_kinds(kinds),
+            *map(_size, (ranks.layers - weights, weights, ranks.caches - caches, caches)),
+        )
+    return table
+
+
+def _describe_kinds(kinds: Sequence[LayerKind]) -> str:
+    counts = Counter(
+        kind.mixer if kind.mlp == "dense" else f"{kind.mixer} + experts" for kind in kinds
+    )
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _size_table(title: str, rows: dict[str, int]) -> Table:
+    table = Table("", title)
+    table.columns[1].justify = "right"
+    for name, size in rows.items():
+        table.add_row(name, _size(size), end_section=name == list(rows)[-2])
+    return table
+
+
+def _numbers(values: Sequence[int]) -> str:
+    return " ".join(map(str, values))
+
+
+def _size(n_bytes: int) -> str:
+    if n_bytes < 1 << 20:
+        return f"{n_bytes / (1 << 10):.1f} KiB"
+    if n_bytes < GIB:
+        return f"{n_bytes / (1 << 20):.1f} MiB"
+    return f"{n_bytes / GIB:.2f} GiB"
+
+
+def _n_elements(tree: object) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,113 @@
+"""What the trainer holds in memory, counted on shapes: its programs, traced and not run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from spd_jax.config import DraftConfig, TargetConfig
+from spd_jax.models import target as model
+from spd_jax.models.distill import kept_states
+from spd_jax.pipeline.sizes import n_bytes
+from train.config import TrainConfig
+from train.data import make_batch
+from train.optimizer import learning_rate, make_optimizer
+from train.step import init_state, make_loss, make_train_step
+from train.teacher import run_target
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerBytes:
+    """Bytes on the trainer's device in a step on the longest rows."""
+
+    target: int  # frozen weights
+    draft: int  # weights
+    optimizer: int  # its state
+    batch: int  # ids, labels, and the hidden states that the target made of them
+    logits: int  # of the target, float32, while it runs: the largest array of its pass
+    gradients: int
+    backward: int  # what the loss keeps for its gradient at fill N, before the compiler fuses
+
+    @property
+    def total(self) -> int:
+        """The larger of the target's pass and the draft's, and what is there in both."""
+        passes = self.logits, self.gradients + self.backward
+        return self.target + self.draft + self.optimizer + self.batch + max(passes)
+
+
+def count_trainer(
+    config: TrainConfig,
+    target: TargetConfig,
+    draft: DraftConfig,
+    target_params: Any,
+    draft_params: Any,
+) -> TrainerBytes:
+    """Traces the target's pass and the training step on parameter trees of shapes.
+
+    Raises:
+      ConfigError: the settings do not fit each other.
+    """
+    n_steps = config.steps or 1000  # as many steps as there may be: no shape hangs on it
+    schedule = learning_rate(config, n_steps)
+    optimizer = make_optimizer(config, schedule)
+    key = jax.random.key(config.seed)
+    state = jax.eval_shape(lambda params: init_state(params, optimizer, key), draft_params)
+
+    batch = _longest_batch(config)
+    outputs = functools.partial(run_target, target, kept_states(target, draft))
+    ids = batch["input_ids"]
+    states, best = jax.eval_shape(outputs, target_params, ids, batch["attention_mask"])
+    hidden = jax.ShapeDtypeStruct((*ids.shape, target.d_model), states.dtype)
+    logits = jax.eval_shape(functools.partial(model.logits, target), target_params, hidden)
+    batch |= {"states": states, "best": best}
+    step = make_train_step(
+        target,
+        draft,
+        optimizer,
+        schedule,
+        temperature=config.temperature,
+        mask_mode=config.mask_mode,
+        expected_alpha=config.expected_alpha,
+    )
+    jax.eval_shape(step, state, target_params, batch)
+    loss = make_loss(target, draft, config.temperature, config.mask_mode)
+    return TrainerBytes(
+        target=n_bytes(target_params),
+        draft=n_bytes(draft_params),
+        optimizer=n_bytes(state.opt_state),
+        batch=n_bytes(batch),
+        logits=n_bytes(logits),
+        gradients=n_bytes(draft_params),
+        backward=_kept_bytes(
+            functools.partial(loss, fill=draft.n_stages), draft_params, target_params, batch
+        ),
+    )
+
+
+def _longest_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch of rows of sequence_len tokens."""
+    length = config.sequence_len
+    batch = make_batch([], config.batch_tokens // length, length)
+    del batch["row_numbers"]  # stays on the host
+    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+
+
+def _kept_bytes(loss: Any, params: Any, *others: Any) -> int:
+    """Bytes of what the forward pass of a loss leaves for the backward pass, arguments aside."""
+
+    def forward(params: Any, *others: Any) -> Any:
+        return jax.vjp(lambda params: loss(params, *others), params, has_aux=True)[1]
+
+    traced = jax.make_jaxpr(forward)(params, *others).jaxpr
+    given = {id(var) for var in traced.invars}
+    kept = {id(var): var.aval for var in traced.outvars if not isinstance(var, Literal)}
+    return sum(
+        math.prod(aval.shape) * aval.dtype.itemsize
+        for var, aval in kept.items()
+        if var not in given
+    )
