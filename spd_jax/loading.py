@@ -57,7 +57,7 @@ def load_target(
         params = shard_target(loaded.params, loaded.config, layout)
     else:
         resolve_mesh(mesh, placement, 2 if n_stages is None else n_stages)  # for its errors
-        params = jax.tree.map(jnp.asarray, loaded.params)
+        params = loaded.place()
     return Target(
         params, loaded.config, loaded.tokenizer, loaded.stop_ids, loaded.sha256, str(source), layout
     )

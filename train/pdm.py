@@ -85,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heldout = last_answers(read_data(config.heldout_data, config, target))
     with sole_writer(Path(config.workdir) / ".lock"):
         config, draft, start = open_run(config, target, corpus)
-        target_params = jax.device_put(target.params)
-        this = Run(config, target, target_params, draft, start, corpus, heldout, started)
+        this = Run(config, target, target.place(), draft, start, corpus, heldout, started)
         state, n_steps = train(this)
     position = state.position
     if position < n_steps:

@@ -2,8 +2,9 @@
 
 Virtual mode shares the per-layer arrays. On a mesh they lie in the slots of `slots`: rank s < N
 holds the layers of stage s there, rank N those of the draft module. A rank without an array that
-another rank has in the same place holds zeros; `wasted_bytes` counts them. On an abstract mesh
-parameters are shapes, and so is what comes of them.
+another rank has in the same place holds zeros; `wasted_bytes` counts them. What is to be placed may
+be anything that `np.asarray` reads: it is read here, for the ranks of this process, one at a time.
+On an abstract mesh parameters are shapes, and so is what comes of them.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ def local_weights(spec: EngineSpec, target_params: dict, draft_params: dict) -> 
 
 def shard_target(params: dict, config: TargetConfig, layout: Layout) -> dict:
     """Returns the target's parameters as {"slots", "embed", "final_norm", "lm_head"} on a mesh."""
-    pipeline, n_ranks = layout.pipeline, layout.mesh.size
-    stages = [params["layers"][a:b] for a, b in itertools.pairwise(pipeline.starts)]
-    slots = _pack(stages, n_ranks, lambda parts: _stack(parts, layout.mesh))
+    mesh, n_ranks = layout.mesh, layout.mesh.size
     table = shard_ids(np.arange(config.vocab_size), n_ranks)
-    sharded = {"slots": slots, "final_norm": _replicate(params["final_norm"], layout.mesh)}
-    for name in ("embed", "lm_head"):
-        if name in params:
-            sharded[name] = {"weight": _shard_rows(params[name]["weight"], table, layout.mesh)}
-    return sharded
+    sharded: dict[str, Any] = {  # the largest arrays first, while little else is there
+        name: {"weight": _shard_rows(params[name]["weight"], table, mesh)}
+        for name in ("embed", "lm_head")
+        if name in params
+    }
+    sharded["final_norm"] = _replicate(params["final_norm"], mesh)
+    stages = [params["layers"][a:b] for a, b in itertools.pairwise(layout.pipeline.starts)]
+    return sharded | {"slots": _pack(stages, n_ranks, lambda parts: _stack(parts, mesh))}
 
 
 def unshard_target(sharded: dict, config: TargetConfig, layout: Layout) -> dict:
@@ -119,7 +121,7 @@ def mesh_weights(
         else:
             weight = sharded.get("lm_head", sharded["embed"])["weight"]
             draft = _stack(
-                [_take_rows(part, row // n_ranks, row >= 0)
+                [_take_rows(part, np.where(row < 0, -1, row // n_ranks))
                  for part, row in zip(_shards(weight), draft_table, strict=True)],
                 mesh,
             )  # fmt: skip
@@ -221,7 +223,13 @@ def _replicate(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 def _put(tree: Any, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Any:
     if is_abstract(mesh):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+    def put(leaf: Any) -> jax.Array:
+        array = np.asarray(leaf)
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    return jax.tree.map(put, tree)
 
 
 def _stack(parts: list[Any], mesh: Mesh | AbstractMesh) -> jax.Array:
@@ -231,21 +239,39 @@ def _stack(parts: list[Any], mesh: Mesh | AbstractMesh) -> jax.Array:
     if is_abstract(mesh):
         return jax.ShapeDtypeStruct(shape, example.dtype)
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
-        part = parts[index[0].start or 0]
-        part = np.zeros(example.shape, example.dtype) if part is None else np.asarray(part)
-        return part[None]
+    def block(rank: int) -> np.ndarray:
+        part = parts[rank]
+        return np.zeros(example.shape, example.dtype) if part is None else np.asarray(part)
 
-    return jax.make_array_from_callback(shape, NamedSharding(mesh, ON_RANK), block)
+    return _from_ranks(block, mesh)
 
 
-def _take_rows(weight: Any, rows: np.ndarray, exists: np.ndarray) -> Any:
+def _take_rows(weight: Any, rows: np.ndarray) -> Any:
+    """Rows int [n] of weight [V, D]; -1 is a row of zeros."""
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(rows), *weight.shape[1:]), weight.dtype)
-    taken = np.asarray(weight)[np.maximum(rows, 0)]
-    return np.where(exists[:, None], taken, np.zeros_like(taken))
+    taken = weight[np.maximum(rows, 0)]
+    taken[rows < 0] = 0
+    return taken
 
 
 def _shard_rows(weight: Any, table: np.ndarray, mesh: Mesh | AbstractMesh) -> jax.Array:
     """Leaf [R, n, D] of the rows int [R, n] that each shard holds; -1 is a row of zeros."""
-    return _stack([_take_rows(weight, rows, rows >= 0) for rows in table], mesh)
+    if is_abstract(mesh):
+        return jax.ShapeDtypeStruct((*table.shape, *weight.shape[1:]), weight.dtype)
+    whole = np.asarray(weight)
+    return _from_ranks(lambda rank: _take_rows(whole, table[rank]), mesh)
+
+
+def _from_ranks(block: Callable[[int], np.ndarray], mesh: Mesh) -> jax.Array:
+    """One leaf [R, ...] of block(rank), called for the ranks of this process, one at a time.
+
+    Not make_array_from_callback, which holds the blocks of all ranks on the host at once.
+    """
+    put = [
+        jax.block_until_ready(jax.device_put(block(rank)[None], device))
+        for rank, device in enumerate(mesh.devices)
+        if device.process_index == jax.process_index()
+    ]
+    shape = (mesh.devices.size, *put[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, ON_RANK), put)

@@ -19,6 +19,7 @@ from spd_jax.config import Llama3Scaling, TargetConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import file_sha256, one_line
 from spd_jax.weights.gguf_tokenizer import tokenizer_from_gguf
+from spd_jax.weights.lazy import LazyArray
 from spd_jax.weights.loaded import LoadedTarget, run_dtype
 
 _END_FIELDS = tuple(f"tokenizer.ggml.{n}_token_id" for n in ("eos", "eot", "eom"))
@@ -41,15 +42,22 @@ def load_gguf(path: str | Path, dtype: str, tokenizer_cache: Path | None = None)
     config = _config(fields, tensors, path)
     left = set(tensors) - {keymaps.ROPE_FREQS}
 
-    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def take(name: str, shape: tuple[int, ...]) -> LazyArray:
         if name not in tensors:
             raise ConfigError(f"{path}: no tensor {name}; get the file anew")
-        array = _dequantize(tensors[name], path)
-        if array.shape != shape:
-            raise ConfigError(f"{path}: {name} should have shape {shape}, has {array.shape}")
+        tensor = tensors[name]
+        found = tuple(int(n) for n in reversed(tensor.shape))
+        if found != shape:
+            raise ConfigError(f"{path}: {name} should have shape {shape}, has {found}")
+        _dequantize(tensor.data[:1], tensor, path)  # for its error
         left.discard(name)
         n_heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
-        return (array if n_heads is None else unpermute(array, n_heads)).astype(to)
+
+        def read() -> np.ndarray:
+            array = _dequantize(tensor.data, tensor, path)
+            return (array if n_heads is None else unpermute(array, n_heads)).astype(to)
+
+        return LazyArray(shape, to, read)
 
     params = keymaps.read_target(config, "gguf", keymaps.GGUF_LAYER_PREFIX, take)
     if left:
@@ -112,9 +120,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, gguf.ReaderTensor]]:
     return fields, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def _dequantize(tensor: gguf.ReaderTensor, path: Path) -> np.ndarray:
+def _dequantize(rows: np.ndarray, tensor: gguf.ReaderTensor, path: Path) -> np.ndarray:
+    """Returns rows of a tensor's data as floats."""
     try:
-        return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return gguf.quants.dequantize(rows, tensor.tensor_type)
     except NotImplementedError:
         kind = tensor.tensor_type.name
         raise ConfigError(f"{path}: {tensor.name} has unsupported type {kind}") from None
@@ -162,7 +171,8 @@ def _config(fields: dict[str, Any], tensors: dict[str, Any], path: Path) -> Targ
         if found:
             raise ConfigError(f"{path}: {name} = {fields[name]} is not supported")
     if keymaps.ROPE_FREQS in tensors:
-        stored = _dequantize(tensors[keymaps.ROPE_FREQS], path)
+        divisors = tensors[keymaps.ROPE_FREQS]
+        stored = _dequantize(divisors.data, divisors, path)
         return _with_llama3_rope(config, stored, path)
     return config
 

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -23,6 +24,7 @@ from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig, refuse_v10
 from spd_jax.models.draft import DEFAULT_D_FF
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json, sync_directory, sync_file
+from spd_jax.weights.lazy import LazyArray
 from spd_jax.weights.loaded import run_dtype
 from spd_jax.weights.tensors import TensorFile
 
@@ -127,16 +129,16 @@ def load_head_dir(
     if config.draft_ids is not None and config.draft_ids[-1] >= target["vocab_size"]:
         raise ConfigError(f"{path}: draft_ids must be below vocab_size {target['vocab_size']}")
 
-    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def take(name: str, shape: tuple[int, ...]) -> LazyArray:
         left.discard(name)
-        return tensors.take(name, shape).astype(to, copy=False)
+        return tensors.take(name, shape, to)
 
     params = keymaps.read_draft(
         config, keymaps.PDM_PROJ, keymaps.PDM_LAYER_PREFIX, _sizes(config, target), take
     )
     if left:
         raise ConfigError(f"{tensors.path}: unknown tensor {min(left)}; does it fit {CONFIG_NAME}?")
-    return config, params, target
+    return config, jax.tree.map(np.asarray, params), target
 
 
 def _check_target(target: dict[str, Any], path: Path) -> None:

@@ -11,7 +11,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors.numpy import save_file
 
 from spd_jax.checks import ConfigError
@@ -19,6 +18,7 @@ from spd_jax.config import TargetConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import file_sha256, read_json
 from spd_jax.weights.hf_config import config_from_hf, config_to_hf, text_config
+from spd_jax.weights.lazy import LazyArray
 from spd_jax.weights.loaded import LoadedTarget, run_dtype
 from spd_jax.weights.tensors import TensorFile
 from spd_jax.weights.tokenizer import ChatTokenizer, tokenizer_from_directory
@@ -32,7 +32,7 @@ log = logging.getLogger("spd_jax")
 
 
 def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
-    """Reads an HF directory into a target, one tensor at a time.
+    """Opens an HF directory as a target, whose tensors are read when they are wanted.
 
     Raises:
       ConfigError: not a model we run, or a file or tensor is missing, cut short or misshapen.
@@ -46,12 +46,12 @@ def load_hf(directory: str | Path, dtype: str) -> LoadedTarget:
     left = {name for name in names if not name.endswith(_IGNORED)}
     left -= {"lm_head.weight"} if config.tied_embeddings else set()
 
-    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def take(name: str, shape: tuple[int, ...]) -> LazyArray:
         if name not in names:
             raise ConfigError(f"{weights_path}: no tensor {name}; the checkpoint is not complete")
         left.discard(name)
         stored = names[name]
-        return files[stored].take(stored, shape).astype(to, copy=False)
+        return files[stored].take(stored, shape, to)
 
     fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
     params = keymaps.read_target(config, "hf", keymaps.HF_LAYER_PREFIX, take, fused)

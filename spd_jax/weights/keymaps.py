@@ -1,7 +1,8 @@
 """Checkpoint key names as data: HF, GGUF, reference heads and our own head directories.
 
 A `Leaf` is one array of a parameter tree: the checkpoint tensors whose rows are stacked to make it.
-`read_leaves` and `write_leaves` are the two directions between a tree and named tensors.
+`read_leaves` and `write_leaves` are the two directions between a tree and named tensors; what is
+read is lazy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spd_jax.config import DraftConfig, LayerKind, TargetConfig, V10DraftConfig
+from spd_jax.weights.lazy import LazyArray
 
 Sizes = Mapping[str, int]  # of the letters used in shapes
 
@@ -146,7 +148,8 @@ PDM_PROJ, PDM_LAYER_PREFIX = "projs.{i}", "layers.{i}."
 DRAFT_IDS = "draft_ids"  # int32 [W] in our head directories
 DRAFT_HEAD = Leaf(("lm_head", "weight"), ("lm_head",), (), (("W", "D"),))
 
-Take = Callable[[str, tuple[int, ...]], np.ndarray]  # (name, expected shape) -> array
+# (name, expected shape) -> array; what is wrong with a tensor it raises at once
+Take = Callable[[str, tuple[int, ...]], np.ndarray | LazyArray]
 
 
 def target_sizes(config: TargetConfig) -> dict[str, int]:
@@ -225,21 +228,35 @@ def sources(leaf: Leaf, names: str, prefix: str, sizes: Sizes) -> Iterator[tuple
 def read_leaves(
     leaves: Iterable[Leaf], names: str, prefix: str, sizes: Sizes, take: Take
 ) -> dict[str, Any]:
-    """Builds a nested dict from named tensors; `names` is "hf" or "gguf"."""
+    """Builds a nested dict of lazy arrays from named tensors; `names` is "hf" or "gguf"."""
     tree: dict[str, Any] = {}
     for leaf in leaves:
         parts = [take(name, shape) for name, shape in sources(leaf, names, prefix, sizes)]
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        if leaf.per_expert:
-            array = array.reshape(sizes["X"], -1, array.shape[-1])
-        if leaf.order is not None:
-            array = array[leaf.order(sizes)]
         *path, last = leaf.path
         node = tree
         for key in path:
             node = node.setdefault(key, {})
-        node[last] = array
+        node[last] = _joined(leaf, sizes, parts)
     return tree
+
+
+def _joined(leaf: Leaf, sizes: Sizes, parts: list[np.ndarray | LazyArray]) -> LazyArray:
+    """The array of a leaf; reading it holds one of its parts at a time besides itself."""
+    shape, dtype = (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype
+    final = (sizes["X"], shape[0] // sizes["X"], *shape[1:]) if leaf.per_expert else shape
+
+    def read() -> np.ndarray:
+        if len(parts) == 1:
+            array = np.asarray(parts[0])
+        else:
+            array, start = np.empty(shape, dtype), 0
+            for part in parts:
+                end = start + part.shape[0]
+                array[start:end] = np.asarray(part)
+                start = end
+        return (array if leaf.order is None else array[leaf.order(sizes)]).reshape(final)
+
+    return LazyArray(final, dtype, read)
 
 
 def write_leaves(

@@ -11,12 +11,14 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from spd_jax.checks import ConfigError, from_fields
 from spd_jax.config import AnyDraftConfig, DraftConfig, V10DraftConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json
+from spd_jax.weights.lazy import LazyArray
 from spd_jax.weights.loaded import run_dtype
 from spd_jax.weights.tensors import TensorFile
 from spd_jax.weights.torch_zip import load_torch_zip
@@ -35,11 +37,14 @@ class _PickledTensors:
             raise ConfigError(f"{self.path}: no tensor {name}; the file is not complete")
         return self._state[name].shape
 
-    def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> LazyArray:
         if self.shape(name) != shape:
             found = self.shape(name)
             raise ConfigError(f"{self.path}: {name} should have shape {shape}, has {found}")
-        return self._state[name]
+        array = self._state[name]
+        return LazyArray(
+            shape, dtype, lambda: np.ascontiguousarray(array).astype(dtype, copy=False)
+        )
 
 
 def load_reference_head(path: str | Path, dtype: str) -> tuple[AnyDraftConfig, dict, dict]:
@@ -156,10 +161,9 @@ def _assemble(
     }
     left = set(names)
 
-    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def take(name: str, shape: tuple[int, ...]) -> LazyArray:
         left.discard(name)
-        array = tensors.take(names.get(name, name), shape)
-        return np.ascontiguousarray(array).astype(to, copy=False)
+        return tensors.take(names.get(name, name), shape, to)
 
     if version == 10:  # without a gate, whatever the target has
         fields["row_anchors"] = _row_anchors(config, source)
@@ -182,7 +186,7 @@ def _assemble(
         raise ConfigError(
             f"{tensors.path}: unsupported tensor {one_line(min(left))}; is it a v{version} head?"
         )
-    return draft, params, meta
+    return draft, jax.tree.map(np.asarray, params), meta
 
 
 def _row_anchors(config: dict[str, Any], source: Path) -> tuple[tuple[int, ...], ...]:

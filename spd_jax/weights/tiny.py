@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import jax
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -47,7 +48,7 @@ def load_tiny(dtype: str) -> LoadedTarget:
     for tree, names in parts:
         for name, array in keymaps.write_leaves(tree, names, "", sizes):
             digest.update(name.encode() + array.tobytes())
-    params = _cast(params, run_dtype(dtype))
+    params = jax.tree.map(lambda x: x.astype(run_dtype(dtype)), params)
     return LoadedTarget(TINY_CONFIG, params, byte_tokenizer(), (), digest.hexdigest())
 
 
@@ -75,17 +76,10 @@ def _random_params(config: TargetConfig, rng: np.random.Generator) -> dict[str, 
         return noise * np.float32(0.05 if name.endswith(residual) else 0.15)
 
     params = keymaps.read_target(config, "hf", keymaps.HF_LAYER_PREFIX, take)
+    params = jax.tree.map(np.asarray, params)
     cycle = rng.permutation(config.vocab_size)
     follows = np.empty_like(cycle)
     follows[cycle] = np.roll(cycle, -1)
     # Row `follows[v]` of the head points along the embedding of v: v is mostly followed by it.
     params["lm_head"]["weight"][follows] += np.float32(0.12) * params["embed"]["weight"]
     return params
-
-
-def _cast(tree: Any, dtype: np.dtype) -> Any:
-    if isinstance(tree, dict):
-        return {key: _cast(value, dtype) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_cast(value, dtype) for value in tree]
-    return tree.astype(dtype)

@@ -1,0 +1,106 @@
+"""Loading takes about the memory of what is placed, and reads only what is placed."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from spd_jax.config import TargetConfig
+from spd_jax.weights import keymaps
+from spd_jax.weights.hf import write_target
+
+CONFIG = TargetConfig(
+    vocab_size=97,
+    d_model=32,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_context=128,
+)
+# A tenth of its bytes are the embedding, the largest tensor.
+LARGE = TargetConfig(**vars(CONFIG) | {"vocab_size": 16384, "d_model": 512, "n_layers": 20,
+                                       "d_ff": 2048, "head_dim": 128})  # fmt: skip
+
+LOAD = """
+import sys
+import jax, spd_jax
+status = lambda: dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(status()["RssAnon"].split()[0], flush=True)
+target = spd_jax.load_target(sys.argv[1], n_stages=8, placement=sys.argv[2])
+print(sum(x.nbytes for x in jax.tree.leaves(target.params)), flush=True)
+"""
+LOAD_IN_TWO = """
+import json, sys
+import jax
+jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=int(sys.argv[3]))
+import spd_jax
+from spd_jax.weights.tensors import TensorFile
+read, inner = [], TensorFile.read
+TensorFile.read = lambda self, name: read.append(name) or inner(self, name)
+target = spd_jax.load_target(sys.argv[1], n_stages=3, placement="dedicated")
+assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
+print(json.dumps(read))
+"""
+
+
+def write(directory: Path, config: TargetConfig) -> Path:
+    """Writes a target whose content does not matter."""
+    params = keymaps.read_target(config, "hf", "{i}", lambda _, shape: np.ones(shape, np.float32))
+    write_target(directory, config, jax.tree.map(np.asarray, params))
+    return directory
+
+
+def start(script: str, *args: str, n_devices: int) -> subprocess.Popen:
+    flags = f"--xla_force_host_platform_device_count={n_devices}"
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *args],
+        env={**os.environ, "XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["virtual", "dedicated"])
+def test_loading_takes_little_more_memory_than_what_is_placed(tmp_path, placement):
+    directory = write(tmp_path, LARGE)
+    with start(LOAD, str(directory), placement, n_devices=9) as loading:
+        before = int(loading.stdout.readline()) * 1024
+        status, peak = Path(f"/proc/{loading.pid}/status"), 0
+        while loading.poll() is None:
+            lines = [line.split() for line in status.read_text().splitlines()]
+            peak = max([peak, *(int(line[1]) * 1024 for line in lines if line[0] == "RssAnon:")])
+            time.sleep(0.001)
+        placed = int(loading.stdout.readline())
+    assert placed > 200e6
+    # The largest tensor twice (as stored, and on its way), and what the allocator does not return.
+    assert placed < peak - before < 1.3 * placed
+
+
+@pytest.mark.timeout(120)
+def test_a_process_reads_only_what_its_ranks_need(tmp_path):
+    directory = write(tmp_path, CONFIG)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    both = [start(LOAD_IN_TWO, str(directory), address, str(i), n_devices=2) for i in (0, 1)]
+    try:
+        read = [json.loads(process.communicate(timeout=60)[0]) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in read]
+    assert layers == [{"0", "1", "2"}, {"3"}]  # stages of 2, 1 and 1 layers and the draft module
+    for names in read:
+        assert len(names) == len(set(names)) and "model.embed_tokens.weight" in names
