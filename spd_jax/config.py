@@ -150,6 +150,13 @@ class TargetConfig:
         self._check_kinds()
 
     def _check_kinds(self) -> None:
+        if self.kinds is not None:
+            pairs = self.kinds
+            are_pairs = isinstance(pairs, (tuple, list)) and all(
+                isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs
+            )
+            require(are_pairs, f"kinds must be pairs of a mixer and an MLP, got {pairs!r}")
+            object.__setattr__(self, "kinds", tuple(LayerKind(*pair) for pair in pairs))
         kinds = self.layer_kinds
         require(
             len(kinds) == self.n_layers
@@ -333,11 +340,6 @@ class PipelineConfig:
     def starts(self) -> tuple[int, ...]:
         """First layer of each stage, and L: N+1 cumulative counts (layers done at depth d)."""
         return tuple(sum(self.stage_layers[:s]) for s in range(self.n_stages + 1))
-
-    @property
-    def max_layers(self) -> int:
-        """P, the layer slots of the largest stage."""
-        return max(self.stage_layers)
 
     def row_types(self, anchors: tuple[int, ...]) -> tuple[int, ...]:
         """f(d) for d = 0..N: the largest i whose anchor b_i is complete at depth d."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -20,6 +21,8 @@ from spd_jax.pipeline.placing import Layout, shard_target
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import read_json
 from spd_jax.weights.heads import CONFIG_NAME
+
+log = logging.getLogger("spd_jax")
 
 
 def load_target(
@@ -87,6 +90,11 @@ def load_draft(source: str | Path | None, target: Target) -> Draft:
 def init_draft(target: Target, draft_config: DraftConfig, key: jax.Array) -> Draft:
     """Returns an untrained draft module: layers and head start as copies of the target's."""
     refuse_v10(draft_config, "draft_config", "trained")
+    if target.config.d_ff is None and draft_config.d_ff is None:
+        log.warning(
+            "%s has no dense MLP to take the width of: the draft's is %d; d_ff sets another",
+            target.name, pdm.DEFAULT_D_FF,
+        )  # fmt: skip
     params = pdm.init_params(target.config, draft_config, whole_params(target), key)
     return Draft(params, draft_config, "untrained draft")
 

@@ -36,7 +36,7 @@ def random_settings(architecture: str, seed: int) -> dict:
         max_position_embeddings=512,
         rms_norm_eps=pick(1e-6, 1e-5),
         tie_word_embeddings=bool(pick(True, False)),
-        initializer_range=0.12,
+        initializer_range=0.08,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,

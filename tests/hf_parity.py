@@ -4,7 +4,7 @@
     python -m tests.hf_parity --models 8 --seed 100
 
 Of each: the logits of four texts, and 64 greedy tokens through a pipeline of N = 2..8 stages.
-tests/models/test_hf_peer.py runs a few of them.
+tests/models/test_hf_parity.py runs a few of them.
 """
 
 import argparse

@@ -47,7 +47,7 @@ def test_row_types_of_a_32_layer_target(n_stages, anchors, row_types, min_depths
 
 def test_uneven_stages_count_the_layers_that_are_done():
     pipeline = PipelineConfig(8, 3, (2, 5, 1))
-    assert pipeline.starts == (0, 2, 7, 8) and pipeline.max_layers == 5
+    assert pipeline.starts == (0, 2, 7, 8)
     assert pipeline.row_types((0, 2, 6, 8)) == (0, 1, 2, 3)
     assert pipeline.row_types((0, 3, 5, 8)) == (0, 0, 2, 3)  # max stage * depth would say 0 2 3 3
     assert pipeline.min_depths((0, 3, 5, 8)) == (0, 4, 2, 3)

@@ -17,7 +17,7 @@ from spd_jax.config import TargetConfig
 BUCKET = 128  # capacities are multiples of this, so that few programs serve many lengths
 
 # Of T rows: {"k": [B, G, E, T], "v": [B, G, T, E]}, a cache has S for T; or what is known after
-# them: {"conv": [B, C, K - 1], "state": float32 [B, H, E_k, E_v]}, a cache has n + 1 after B.
+# them: {"conv": [B, C, K - 1], "state": float32 [B, H, dk, dv]}, a cache has n + 1 after B.
 Rows = dict[str, jax.Array]
 
 
@@ -66,7 +66,7 @@ def row_shapes(cache: Rows, n_rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def last_state(cache: Rows, cache_len: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns conv [B, C, K - 1] and state [B, H, E_k, E_v] after cache_len int [B] positions."""
+    """Returns conv [B, C, K - 1] and state [B, H, dk, dv] after cache_len int [B] positions."""
     slot = jnp.mod(cache_len - 1, cache["state"].shape[1] - 1)
 
     def pick(ring: jax.Array) -> jax.Array:

@@ -28,6 +28,11 @@ KIND = LayerKind()  # of every layer of a PDM: dense, full attention
 DEFAULT_D_FF = 9216  # where neither the draft nor the target says (the reference's)
 
 
+def mlp_width(target: int | None, draft: int | None) -> int:
+    """F of the PDM's layers: the draft's own, else the target's where it has one."""
+    return draft or target or DEFAULT_D_FF
+
+
 def layer_config(target: TargetConfig, draft: DraftConfig) -> TargetConfig:
     """Geometry of the PDM's layers: the target's full attention, the draft's own MLP and norms."""
     return dataclasses.replace(
@@ -36,7 +41,7 @@ def layer_config(target: TargetConfig, draft: DraftConfig) -> TargetConfig:
         kinds=None,
         delta=None,
         experts=None,
-        d_ff=draft.d_ff or target.d_ff or DEFAULT_D_FF,
+        d_ff=mlp_width(target.d_ff, draft.d_ff),
         qk_norm=draft.qk_norm,
     )
 

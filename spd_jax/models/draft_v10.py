@@ -11,34 +11,21 @@ Parameters, depths N, ..., 1, 0: {"projs": [N + 1 of [D, n*D]], "memory": [L_s][
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from spd_jax.config import TargetConfig, V10DraftConfig
+from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
-from spd_jax.models.draft import KIND, check_mask_mode
 from spd_jax.ops.linear import linear
 
 
 def layer_config(target: TargetConfig, draft: V10DraftConfig) -> TargetConfig:
     """Geometry of the layers: plain Qwen3 ones with the target's RoPE, whatever the target is."""
-    return TargetConfig(
-        vocab_size=target.vocab_size,
-        d_model=target.d_model,
-        n_layers=draft.n_layers,
-        n_heads=target.n_heads,
-        n_kv_heads=target.n_kv_heads,
-        head_dim=target.head_dim,
-        d_ff=draft.d_ff,
-        norm_eps=target.norm_eps,
-        rope_theta=target.rope_theta,
-        max_context=target.max_context,
-        rope_scaling=target.rope_scaling,
-        rotary_dim=target.rotary_dim,
-        qk_norm=draft.qk_norm,
-    )
+    return dataclasses.replace(pdm.layer_config(target, draft), norm_offset=False, attn_gate=False)
 
 
 def replicate_sequence(
@@ -88,7 +75,7 @@ def forward(
 
     Both mask modes are one here: they differ for rows that query and are not the newest.
     """
-    check_mask_mode(mask_mode)
+    pdm.check_mask_mode(mask_mode)
     n_batch, n_tokens = valid_mask.shape
     *memory, newest = replicate_sequence(draft, params["projs"], hidden, fill)
     positions = jnp.tile(jnp.arange(n_tokens), (n_batch, draft.n_stages + 1))
@@ -97,5 +84,7 @@ def forward(
     for layer, projs in zip(params["layers"], params["memory"], strict=True):
         memory = project_memory(memory, projs)
         rows = jnp.concatenate([*memory, newest], axis=1)
-        newest, _ = model.run_layer(config, KIND, layer, rows, positions, mask, n_query=n_tokens)
+        newest, _ = model.run_layer(
+            config, pdm.KIND, layer, rows, positions, mask, n_query=n_tokens
+        )
     return newest

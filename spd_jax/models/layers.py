@@ -100,7 +100,8 @@ class Attention(nn.Module):
         cached = (cache["k"], cache["v"], cache_len) if cache is not None else ()
         out = attend(q, rows["k"], rows["v"], mask, *cached)
         if c.attn_gate:
-            out = out * nn.sigmoid(gate.reshape(out.shape))
+            gate = nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
+            out = (out * gate).astype(x.dtype)
         return Linear(x.shape[-1], name="o")(out), rows
 
 
@@ -126,9 +127,9 @@ class DeltaNet(nn.Module):
         kernel = Weight((d.n_channels, 1, d.conv_width), name="conv")(x.dtype)
         qkv, conv = causal_conv(qkv, kernel[:, 0], conv, n_valid)
         q, k, v = jnp.split(nn.silu(qkv), [d.n_keys, 2 * d.n_keys], axis=-1)
-        share = d.n_value_heads // d.n_key_heads
+        per_key = d.n_value_heads // d.n_key_heads
         q, k = (
-            jnp.repeat(l2_normalise(y.reshape(n_batch, n_rows, d.n_key_heads, -1)), share, axis=2)
+            jnp.repeat(l2_normalise(y.reshape(n_batch, n_rows, d.n_key_heads, -1)), per_key, axis=2)
             for y in (q, k)
         )
         q = q * d.key_dim**-0.5
@@ -136,13 +137,13 @@ class DeltaNet(nn.Module):
         rate = self.param("A_log", nn.initializers.zeros, (d.n_value_heads,), x.dtype)
         bias = self.param("dt_bias", nn.initializers.ones, (d.n_value_heads,), x.dtype)
         rate, bias, a, b = (y.astype(jnp.float32) for y in (rate, bias, a, b))
-        decay, beta = -jnp.exp(rate) * nn.softplus(a + bias), nn.sigmoid(b)
+        log_decay, beta = -jnp.exp(rate) * nn.softplus(a + bias), nn.sigmoid(b)
         if n_rows == 1:
-            step = (y[:, 0] for y in (q, k, v, decay, beta))
-            out, state = delta_rule_step(*step, state)
-            out = out[:, None]
+            step = (y[:, 0] for y in (q, k, v, log_decay, beta))
+            out, new = delta_rule_step(*step, state)
+            out, state = out[:, None], jnp.where((n_valid > 0)[:, None, None, None], new, state)
         else:
-            out, state = delta_rule_chunked(q, k, v, decay, beta, state, n_valid)
+            out, state = delta_rule_chunked(q, k, v, log_decay, beta, state, n_valid)
         out = RMSNorm(self.config.norm_eps, name="norm")(out.astype(x.dtype))
         gate = nn.silu(z.astype(jnp.float32)).reshape(out.shape)
         out = (out * gate).astype(x.dtype).reshape(n_batch, n_rows, d.n_values)
@@ -172,11 +173,12 @@ class Experts(nn.Module):
         router = Weight((c.n_experts, width), name="router")(x.dtype)
         gate_up = Weight((c.n_experts, 2 * c.d_ff, width), name="gate_up")(x.dtype)
         down = Weight((c.n_experts, width, c.d_ff), name="down")(x.dtype)
-        chosen = route(linear(tokens, router), c.n_active, c.normalise)
+        chosen = route(linear(tokens, router, jnp.float32), c.n_active, c.normalise)
         out = experts_mlp(tokens, gate_up, down, *chosen)
         if c.shared_d_ff is not None:
             shared = SwiGLU(c.shared_d_ff, name="shared")(tokens)
-            out = out + nn.sigmoid(Linear(1, name="shared_gate")(tokens)) * shared
+            gate = Linear(1, name="shared_gate")(tokens).astype(jnp.float32)
+            out = out + (nn.sigmoid(gate) * shared).astype(x.dtype)
         return out.reshape(x.shape)
 
 

@@ -106,7 +106,7 @@ def logits(config: TargetConfig, params: dict, x: jax.Array) -> jax.Array:
 def init_layer(
     config: TargetConfig, kind: LayerKind, key: jax.Array, dtype: jnp.dtype = jnp.float32
 ) -> dict:
-    """Returns one layer's random parameters (normal 0.02; norms one)."""
+    """Returns one layer's random parameters: matrices normal 0.02, norms that scale by one."""
     x, zero = jnp.zeros((1, 1, config.d_model), dtype), jnp.zeros((1, 1), jnp.int32)
     return DecoderLayer(config, kind).init(key, x, zero, causal_mask(1))["params"]
 
@@ -123,7 +123,7 @@ def param_shapes(config: TargetConfig, dtype: jnp.dtype) -> dict:
 
 
 def init_params(config: TargetConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict:
-    """Returns random parameters (normal 0.02; norms one) in the tree described above."""
+    """Returns random parameters, as of `init_layer`, in the tree described above."""
     embed_key, head_key, *layer_keys = jax.random.split(key, config.n_layers + 2)
     shape = (config.vocab_size, config.d_model)
     init_norm = jnp.zeros if config.norm_offset else jnp.ones

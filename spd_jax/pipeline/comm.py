@@ -71,7 +71,7 @@ class LocalComm:
         """Returns the rank's entry of a static table."""
         return table[rank]
 
-    def rooms(self, counts: Sequence[Counter]) -> list[Counter]:
+    def n_slots(self, counts: Sequence[Counter]) -> list[Counter]:
         """Returns, per local rank, how many slots it has, of what each rank needs."""
         return list(counts)
 
@@ -119,7 +119,7 @@ class MeshComm:
     def select(self, table: Any, rank: jax.Array) -> jax.Array:
         return jnp.asarray(table)[rank]
 
-    def rooms(self, counts: Sequence[Counter]) -> list[Counter]:
+    def n_slots(self, counts: Sequence[Counter]) -> list[Counter]:
         return [functools.reduce(operator.or_, counts)]  # the most that any rank needs
 
     def layers(self, weights: Any, shapes: Sequence[dict]) -> list[dict]:

@@ -17,8 +17,9 @@ from spd_jax.models.aggregate import make_row, normalise
 from spd_jax.models.cache import write_row
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.heads import Heads, choose, local_best
+from spd_jax.pipeline.slots import Slots, map_slots
 from spd_jax.pipeline.spec import EngineSpec
-from spd_jax.pipeline.stages import Slots, run_draft, run_stage
+from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.verify import control
 from spd_jax.pipeline.weights import EngineWeights
@@ -70,18 +71,10 @@ def _compute(
 
         is_draft = rank == n
         keep = in_flight | (running & is_draft)
-        works = [functools.partial(stage, kinds) for kinds in spec.patterns] + [draft]
-        out, rows = comm.run(rank, jnp.any(keep), works, spec.work_of)
+        out, rows = run_rank(spec, comm, rank, jnp.any(keep), stage, draft)
         position = jnp.where(is_draft, state.newest - state.fill, position)
-        caches.append(
-            {
-                mixer: [
-                    write_row(*pair, position, keep)
-                    for pair in zip(slots, rows[mixer], strict=True)
-                ]
-                for mixer, slots in cache.items()
-            }
-        )
+        write = functools.partial(write_row, positions=position, keep=keep)
+        caches.append(map_slots(write, cache, rows))
         sent.append(out)
     return sent, caches
 

@@ -18,9 +18,9 @@ from spd_jax.models.reference import is_stop
 from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.heads import Heads, choose, embed_rows, local_best
-from spd_jax.pipeline.slots import cache_slots
+from spd_jax.pipeline.slots import Slots, cache_slots, map_slots
 from spd_jax.pipeline.spec import EngineSpec
-from spd_jax.pipeline.stages import Slots, run_draft, run_stage
+from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.weights import EngineWeights
 
@@ -126,7 +126,11 @@ def _first_state(
 def empty_caches(
     spec: EngineSpec, comm: Comm, n_batch: int, capacity: int, dtype: jnp.dtype
 ) -> list[Slots]:
-    """Returns zero caches per local rank: a ring of N states for each delta-net layer."""
+    """Returns zero caches per local rank: a ring of N states for each delta-net layer.
+
+    N suffice: when the token that leaves is refused, stage s has run N - 1 - s positions past the
+    one before its replacement, so stage 0 goes back furthest, by N - 1 states.
+    """
     counts = [Counter(mixer for mixer, _ in cache_slots(kinds)) for kinds in spec.rank_kinds]
 
     def empty(mixer: str) -> Rows:
@@ -136,8 +140,8 @@ def empty_caches(
         return jax.tree.map(lambda x: comm.zeros(x.shape, x.dtype), cache)
 
     return [
-        {mixer: [empty(mixer) for _ in range(n)] for mixer, n in sorted(room.items())}
-        for room in comm.rooms(counts)
+        {mixer: [empty(mixer) for _ in range(n)] for mixer, n in sorted(there.items())}
+        for there in comm.n_slots(counts)
     ]
 
 
@@ -164,16 +168,8 @@ def _compute_chunk(spec, comm, weights, caches, t, n_chunks, chunk, entered, fea
             rows = make_row(weights.projs, prepared, spec.row_types[n])
             return run_draft(spec, comm, mine, cache, rows, at, causal_mask(chunk), n_seen)
 
-        works = [functools.partial(stage, kinds) for kinds in spec.patterns] + [draft]
-        out, rows = comm.run(rank, active, works, spec.work_of)
-        written.append(
-            {
-                mixer: [
-                    write_chunk(*pair, start, ends, active)
-                    for pair in zip(slots, rows[mixer], strict=True)
-                ]
-                for mixer, slots in cache.items()
-            }
-        )
+        out, rows = run_rank(spec, comm, rank, active, stage, draft)
+        write = functools.partial(write_chunk, start=start, ends=ends, active=active)
+        written.append(map_slots(write, cache, rows))
         sent.append(out)
     return sent, written

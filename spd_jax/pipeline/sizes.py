@@ -24,9 +24,8 @@ from spd_jax.pipeline.placing import (
     weight_specs,
 )
 from spd_jax.pipeline.programs import STATE_SPECS, Engine
-from spd_jax.pipeline.slots import cache_slots
+from spd_jax.pipeline.slots import Slots, cache_slots
 from spd_jax.pipeline.spec import EngineSpec
-from spd_jax.pipeline.stages import Slots
 from spd_jax.pipeline.state import PipelineState
 
 

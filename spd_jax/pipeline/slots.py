@@ -8,13 +8,15 @@ by all ranks. Caches lie likewise, by mixer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from spd_jax.config import LayerKind
+from spd_jax.models.cache import Rows
 
+Slots = dict[str, list[Rows]]  # mixer -> slot -> a cache, or its new rows
 Packed = dict[str, list[dict[str, Any]]]  # part -> slot -> leaf key -> array
 
 
@@ -24,6 +26,14 @@ def cache_slots(kinds: Sequence[LayerKind]) -> Iterator[tuple[str, int]]:
     for kind in kinds:
         yield kind.mixer, seen[kind.mixer]
         seen[kind.mixer] += 1
+
+
+def map_slots(fn: Callable[[Rows, Rows], Rows], caches: Slots, rows: Slots) -> Slots:
+    """Returns fn(cache, its new rows) of every slot."""
+    return {
+        mixer: [fn(*pair) for pair in zip(slots, rows[mixer], strict=True)]
+        for mixer, slots in caches.items()
+    }
 
 
 def place_layers(layers: Sequence[dict]) -> Iterator[tuple[str, int, str, Any]]:

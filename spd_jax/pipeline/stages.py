@@ -5,7 +5,8 @@ Both return what the rank sends out [K, B, T, D] and the new rows of every cache
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,23 @@ from spd_jax.models.cache import Rows, row_shapes
 from spd_jax.models.draft import KIND
 from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline.comm import Comm
-from spd_jax.pipeline.slots import cache_slots
+from spd_jax.pipeline.slots import Slots, cache_slots
 from spd_jax.pipeline.spec import EngineSpec
 
-Slots = dict[str, list[Rows]]  # mixer -> slot -> a cache, or its new rows
 Sent = tuple[jax.Array, Slots]
+
+
+def run_rank(
+    spec: EngineSpec,
+    comm: Comm,
+    rank: int | jax.Array,
+    active: jax.Array,
+    stage: Callable[[Sequence[LayerKind]], Sent],
+    draft: Callable[[], Sent],
+) -> Sent:
+    """Runs the rank's work: stage(kinds of its layers), or draft(); zeros where not `active`."""
+    works = [functools.partial(stage, kinds) for kinds in spec.patterns] + [draft]
+    return comm.run(rank, active, works, spec.work_of)
 
 
 def run_stage(

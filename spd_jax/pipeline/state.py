@@ -7,7 +7,7 @@ import functools
 
 import jax
 
-from spd_jax.pipeline.stages import Slots
+from spd_jax.pipeline.slots import Slots
 
 _FIELDS = [
     "caches", "hidden", "ring", "tokens", "accepted", "newest", "fill", "n_committed",

@@ -1,7 +1,8 @@
 """Streaming verification and rollback: the control step of a cycle, integers only.
 
 Every rank runs it on the same values. A rejection rolls back by setting positions: cache rows at
-and beyond a valid length are never read, so nothing is copied or cleared.
+and beyond a valid length are never read, and of a delta-net's states only the one before the next
+position, so nothing is copied or cleared.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from spd_jax.checks import ConfigError, from_fields, suggest
 from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig, refuse_v10
-from spd_jax.models.draft import DEFAULT_D_FF
+from spd_jax.models.draft import mlp_width
 from spd_jax.weights import keymaps
 from spd_jax.weights.files import one_line, read_json, sync_directory, sync_file
 from spd_jax.weights.lazy import LazyArray
@@ -162,7 +162,7 @@ def _sizes(config: DraftConfig, target: dict[str, Any]) -> dict[str, int]:
     heads = (target["n_heads"], target["n_kv_heads"], target["head_dim"])
     return keymaps.attention_sizes(*heads, target.get("attn_gate", False)) | {
         "D": target["d_model"],
-        "F": config.d_ff or target.get("d_ff") or DEFAULT_D_FF,
+        "F": mlp_width(target.get("d_ff"), config.d_ff),
         "W": target["vocab_size"] if ids is None else len(ids),
     }
 

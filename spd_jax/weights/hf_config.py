@@ -34,28 +34,37 @@ class Family(NamedTuple):
     architecture: str
     qk_norm: bool = False
     head_dim: int | None = None  # where the config has none; None: d_model / n_heads
-    windowed: bool = True  # a sliding_window counts unless use_sliding_window is false
+    uses_window: bool = True  # a sliding_window counts unless use_sliding_window is false
     hybrid: bool = False  # delta-nets between gated attention, 1 + w norms, partial RoPE
     experts: bool = False  # mixtures of experts, but for the layers that the config excepts
+    some_dense: bool = False  # decoder_sparse_step and mlp_only_layers except layers from that
     shared: bool = False  # one more expert that every token goes to
     normalise: bool | None = None  # norm_topk_prob where the config has none; None: always true
 
 
-_HYBRID = Family("", qk_norm=True, head_dim=256, windowed=False, hybrid=True)
+_HYBRID = Family("", qk_norm=True, head_dim=256, uses_window=False, hybrid=True)
 _QWEN3_5 = _HYBRID._replace(architecture="Qwen3_5ForCausalLM")
 _QWEN3_5_MOE = _HYBRID._replace(architecture="Qwen3_5MoeForCausalLM", experts=True, shared=True)
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128, windowed=False),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, head_dim=128, uses_window=False),
     "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", qk_norm=True, windowed=False, experts=True, normalise=False
+        "Qwen3MoeForCausalLM",
+        qk_norm=True,
+        uses_window=False,
+        experts=True,
+        some_dense=True,
+        normalise=False,
     ),
-    "qwen3_next": _QWEN3_5_MOE._replace(architecture="Qwen3NextForCausalLM", normalise=True),
+    "qwen3_next": _QWEN3_5_MOE._replace(
+        architecture="Qwen3NextForCausalLM", some_dense=True, normalise=True
+    ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,
 }
 # Multimodal configs hold that of their text model.
 _COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")  # there they decide, as in HF
 _MIXERS = {"full_attention": "attention", "linear_attention": "delta"}
 _DELTA_SIZES = {
     "n_key_heads": ("linear_num_key_heads", 16),
@@ -84,7 +93,7 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
         "mlp_bias": bool(hf.get("mlp_bias")),
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "sliding_window": hf.get("sliding_window") is not None
-        and hf.get("use_sliding_window", family.windowed),
+        and hf.get("use_sliding_window", family.uses_window),
         "partial_rotary_factor": share != 1 and not family.hybrid,
         "attn_output_gate": family.hybrid and hf.get("attn_output_gate", True) is not True,
         "quantization_config": hf.get("quantization_config") is not None,
@@ -101,29 +110,30 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
     }
     head_dim = _int(hf, "head_dim", path, family.head_dim or sizes["d_model"] // sizes["n_heads"])
     kinds = _layer_kinds(hf, family, sizes["n_layers"], path)
+    n_kv_heads = _int(hf, "num_key_value_heads", path, sizes["n_heads"])
+    norm_eps, tied = _float(hf, "rms_norm_eps", path, 1e-6), _bool(hf, "tie_word_embeddings", path)
+    delta = _delta(hf, path) if family.hybrid else None
+    experts = _experts(hf, family, path) if family.experts else None
     try:
         return TargetConfig(
             **{"d_ff": None} | sizes,
-            n_kv_heads=_int(hf, "num_key_value_heads", path, sizes["n_heads"]),
+            n_kv_heads=n_kv_heads,
             head_dim=head_dim,
-            norm_eps=_float(hf, "rms_norm_eps", path, 1e-6),
+            norm_eps=norm_eps,
             rope_theta=theta,
             rope_scaling=rope,
-            tied_embeddings=_bool(hf, "tie_word_embeddings", path),
+            tied_embeddings=tied,
             qk_norm=family.qk_norm,
             model_type=model_type,
             kinds=None if set(kinds) == {LayerKind()} else kinds,
             rotary_dim=None if share == 1 else int(head_dim * share),
             norm_offset=family.hybrid,
             attn_gate=family.hybrid,
-            delta=_delta(hf, path) if family.hybrid else None,
-            experts=_experts(hf, family, path) if family.experts else None,
+            delta=DeltaNetConfig(**delta) if delta else None,
+            experts=ExpertsConfig(**experts) if experts else None,
         )
     except ConfigError as error:
-        message = str(error)
-        raise ConfigError(
-            message if message.startswith(str(path)) else f"{path}: {message}"
-        ) from None
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def text_config(hf: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -137,9 +147,8 @@ def text_config(hf: dict[str, Any], path: Path) -> dict[str, Any]:
         text = hf.get("text_config")
         if not isinstance(text, dict):
             raise ConfigError(f"{path}: {model_type} must hold a text_config, got {text!r}")
-        tied = {"tie_word_embeddings": hf.get("tie_word_embeddings")}
-        inherited = {k: v for k, v in tied.items() if v is not None and text.get(k) is None}
-        return {**text, **inherited, "model_type": _COMPOSITES[model_type]}
+        whole = {name: hf[name] for name in _OF_THE_WHOLE if hf.get(name) is not None}
+        return {**text, **whole, "model_type": _COMPOSITES[model_type]}
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join([*FAMILIES, *_COMPOSITES])
         raise ConfigError(f"{path}: model_type must be one of {known}, got {model_type!r}")
@@ -159,33 +168,35 @@ def _layer_kinds(
     if not isinstance(types, list) or len(types) != n_layers:
         raise ConfigError(f"{path}: layer_types must be a list of {n_layers}, got {types!r}")
     for kind in types:
-        if kind not in allowed:
+        if not isinstance(kind, str) or kind not in allowed:
             raise ConfigError(f"{path}: layer_types with {kind!r} is not supported")
-    is_sparse = [family.experts] * n_layers
-    if family.experts:
+    step, dense = 1, []
+    if family.some_dense:
         step, dense = _int(hf, "decoder_sparse_step", path, 1), hf.get("mlp_only_layers") or []
-        if not isinstance(dense, list) or not all(type(i) is int for i in dense):
-            raise ConfigError(f"{path}: mlp_only_layers must be a list of layers, got {dense!r}")
-        is_sparse = [
-            family.experts and i not in dense and (i + 1) % step == 0 for i in range(n_layers)
-        ]
+        if not isinstance(dense, list) or not all(
+            type(i) is int and 0 <= i < n_layers for i in dense
+        ):
+            raise ConfigError(
+                f"{path}: mlp_only_layers must be a list of layers below {n_layers}, got {dense!r}"
+            )
+    is_sparse = [family.experts and i not in dense and (i + 1) % step == 0 for i in range(n_layers)]
     return tuple(
         LayerKind(_MIXERS[mixer], "experts" if sparse else "dense")
         for mixer, sparse in zip(types, is_sparse, strict=True)
     )
 
 
-def _delta(hf: dict[str, Any], path: Path) -> DeltaNetConfig:
-    return DeltaNetConfig(
-        **{ours: _int(hf, name, path, default) for ours, (name, default) in _DELTA_SIZES.items()}
-    )
+def _delta(hf: dict[str, Any], path: Path) -> dict[str, int]:
+    return {ours: _int(hf, name, path, default) for ours, (name, default) in _DELTA_SIZES.items()}
 
 
-def _experts(hf: dict[str, Any], family: Family, path: Path) -> ExpertsConfig:
+def _experts(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
     shared = "shared_expert_intermediate_size"
     default = family.normalise
-    return ExpertsConfig(
-        n_experts=_int(hf, "num_experts" if "num_experts" in hf else "num_local_experts", path),
+    return dict(
+        n_experts=_int(
+            hf, "num_local_experts" if "num_local_experts" in hf else "num_experts", path
+        ),
         n_active=_int(hf, "num_experts_per_tok", path),
         d_ff=_int(hf, "moe_intermediate_size", path),
         normalise=True if default is None else _bool(hf, "norm_topk_prob", path, default),

@@ -177,25 +177,22 @@ def attention_sizes(n_heads: int, n_kv_heads: int, head_dim: int, gate: bool) ->
     }
 
 
-def dense_leaves(qk_norm: bool) -> tuple[Leaf, ...]:
-    """Returns the leaves of one dense layer of full attention."""
-    return (MIXER_NORM, *ATTENTION, *(QK_NORM if qk_norm else ()), MLP_NORM, *MLP)
-
-
 def layer_leaves(config: TargetConfig, kind: LayerKind, fused: bool = False) -> tuple[Leaf, ...]:
     """Returns the leaves of one layer; `fused`: all experts of a layer are one tensor."""
-    if kind == LayerKind():
-        return dense_leaves(config.qk_norm)
     if kind.mixer == "attention":
         mixer = (*ATTENTION, *(QK_NORM if config.qk_norm else ()))
     else:
-        by_head = config.model_type in BY_HEAD
-        mixer = (DELTA_IN_BY_HEAD if by_head else DELTA_IN, *DELTA)
+        mixer = (DELTA_IN_BY_HEAD if config.model_type in BY_HEAD else DELTA_IN, *DELTA)
     mlp = MLP
     if kind.mlp == "experts":
         shared = config.experts.shared_d_ff is not None
         mlp = (ROUTER, *(FUSED_EXPERTS if fused else EXPERTS), *(SHARED_EXPERT if shared else ()))
     return (MIXER_NORM, *mixer, MLP_NORM, *mlp)
+
+
+def dense_leaves(qk_norm: bool) -> tuple[Leaf, ...]:
+    """Returns the leaves of one dense layer of full attention, as draft modules have them."""
+    return (MIXER_NORM, *ATTENTION, *(QK_NORM if qk_norm else ()), MLP_NORM, *MLP)
 
 
 def proj_leaf(name: str, i: int) -> Leaf:

@@ -1,6 +1,7 @@
 """Reads heads of the public SPD reference: head.pt, or head.safetensors + head_config.json.
 
-One layer of such a head is a Qwen3 layer (per-head q/k norm); its features are not normalised.
+One layer of such a head is a Qwen3 layer (per-head q/k norm), in version 11 heads for Qwen3.5 one
+of that model's full attention. Its features are not normalised.
 Versions 11 and 10 differ in the rows and in what a layer does with them (`models.draft_v10`).
 Row r of its lm_head belongs to sorted(set(draft_token_ids))[r].
 """
@@ -166,6 +167,10 @@ def _assemble(
         return tensors.take(names.get(name, name), shape, to)
 
     if version == 10:  # without a gate, whatever the target has
+        if sizes["QE"] != sizes["HE"]:
+            raise ConfigError(
+                f"{tensors.path}: a v10 head has no gated attention; is its version 11?"
+            )
         fields["row_anchors"] = _row_anchors(config, source)
         draft = from_fields(V10DraftConfig, fields, str(source))
         params = keymaps.read_draft_v10(draft, sizes, take)

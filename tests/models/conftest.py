@@ -79,6 +79,13 @@ def naive_norm(x, weight, eps):
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * as_float64(weight)
 
 
+def naive_rope(x, turn):
+    """Turns the first elements of x [T, heads, E] as complex numbers; turn [T, 1, n / 2]."""
+    half = turn.shape[-1]
+    turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * turn
+    return np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+
+
 def naive_attention(config, params, x, positions, mask):
     """One head and one query at a time; RoPE by complex numbers."""
     c, (n_rows, _) = config, x.shape
@@ -87,17 +94,15 @@ def naive_attention(config, params, x, positions, mask):
     if c.qk_norm:
         q = naive_norm(q, params["q_norm"]["weight"], c.norm_eps)
         k = naive_norm(k, params["k_norm"]["weight"], c.norm_eps)
-    inv_freq = as_float64(inverse_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
+    inv_freq = as_float64(inverse_frequencies(c.n_rotary, c.rope_theta, c.rope_scaling))
     turn = np.exp(1j * positions[:, None, None] * inv_freq)
-    half = c.head_dim // 2
-    q = (q[..., :half] + 1j * q[..., half:]) * turn
-    k = (k[..., :half] + 1j * k[..., half:]) * turn
+    q, k = (naive_rope(x, turn) for x in (q, k))
     out = np.zeros((n_rows, c.n_heads, c.head_dim))
     for h in range(c.n_heads):
         g = h // (c.n_heads // c.n_kv_heads)
         for t in range(n_rows):
             seen = np.flatnonzero(mask[t])
-            scores = (k[seen, g] * q[t, h].conj()).real.sum(-1) / np.sqrt(c.head_dim)
+            scores = k[seen, g] @ q[t, h] / np.sqrt(c.head_dim)
             weights = np.exp(scores - scores.max())
             out[t, h] = weights @ v[seen, g] / weights.sum()
     return out.reshape(n_rows, -1) @ as_float64(params["o"]["weight"]).T

@@ -18,16 +18,24 @@ LENGTHS = (11, 6)
 SCALED = Llama3Scaling(8.0, 1.0, 4.0, 64)
 
 
-@pytest.fixture(scope="module")
-def target(config, make_target):
-    """A llama, whose layers have no q/k norms: those of the draft module have."""
-    return make_target(dataclasses.replace(config, rope_scaling=SCALED))
+@pytest.fixture(scope="module", params=["llama", "gated"])
+def target(request, config, make_target):
+    """A llama, whose layers have no q/k norms, or full attention as Qwen3.5 has it.
+
+    Those of the draft module are plain and have such norms; the target's RoPE is theirs too.
+    """
+    config = dataclasses.replace(config, rope_scaling=SCALED)
+    if request.param == "gated":
+        gated = dict(norm_offset=True, attn_gate=True, qk_norm=True, rotary_dim=4)
+        config = dataclasses.replace(config, **gated)
+    return make_target(config)
 
 
 @pytest.fixture(scope="module")
 def params(target):
     rng = np.random.default_rng(1)
-    sizes = keymaps.target_sizes(target.config) | {"F": DRAFT.d_ff, "W": target.config.vocab_size}
+    layers = draft_v10.layer_config(target.config, DRAFT)
+    sizes = keymaps.target_sizes(layers) | {"W": layers.vocab_size}
 
     def take(name, shape):
         noise = rng.standard_normal(shape, np.float32)

@@ -68,9 +68,9 @@ def _sizes(shape) -> list[int]:
 
 
 def all_moves(text: str, run: Stepper) -> list[str]:
-    """`cache_moves` of one attention layer's keys on one rank, and of a delta-net's states."""
+    """`cache_moves` of all that one attention layer and one delta-net keep on one rank."""
     caches = {mixer: slots[0] for slots_of in run.state.caches for mixer, slots in slots_of.items()}
-    leaves = [cache["k"] if "k" in cache else cache["state"] for cache in caches.values()]
+    leaves = [leaf for cache in caches.values() for leaf in cache.values()]
     shapes = [x.shape if run.engine.mesh is None else x.shape[1:] for x in leaves]
     return [move for shape in shapes for move in cache_moves(text, shape)]
 

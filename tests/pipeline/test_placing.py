@@ -14,7 +14,7 @@ from spd_jax.pipeline import placing
 from spd_jax.pipeline.heads import shard_ids
 from spd_jax.pipeline.mesh import resolve_mesh
 from spd_jax.pipeline.spec import EngineSpec
-from tests.random_models import full_config, make_draft, make_prompt, make_target
+from tests.random_models import HYBRID, full_config, make_draft, make_prompt, make_target
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +23,13 @@ def layout():
     return placing.Layout(pipeline, resolve_mesh(None, "dedicated", 3))
 
 
-def test_sharding_and_gathering_gives_the_same_parameters(layout):
-    target = make_target(4)
+@pytest.mark.parametrize(
+    "target", [make_target(4), make_target(8, base=HYBRID)], ids=["like layers", "unlike layers"]
+)
+def test_sharding_and_gathering_gives_the_same_parameters(target):
+    n_layers = target.config.n_layers
+    pipeline = PipelineConfig(n_layers, 3, (n_layers - 3, 1, 2))
+    layout = placing.Layout(pipeline, resolve_mesh(None, "dedicated", 3))
     sharded = placing.shard_target(target.params, target.config, layout)
     whole = placing.unshard_target(sharded, target.config, layout)
     jax.tree.map(np.testing.assert_array_equal, whole, target.params)
@@ -56,6 +61,34 @@ def test_wasted_bytes_are_those_of_slots_without_a_layer(layout):
     weights = placing.mesh_weights(spec, sharded, draft.params, layout.mesh)
     layer = sum(x.size * 4 for x in jax.tree.leaves(model.layer_shapes(target.config, LayerKind())))
     assert placing.wasted_bytes(spec, weights) == [0, layer, layer, layer]
+
+
+def test_wasted_bytes_of_unlike_layers_are_counted_by_part():
+    target = make_target(8, base=HYBRID)  # attention in layers 1, 4, 7; experts where 3 | i is not
+    config = spd_jax.DraftConfig((0, 8), 2, n_layers=1, d_ff=48)
+    spec = EngineSpec(target.config, config, PipelineConfig(8, 2, (5, 3)))
+    draft = make_draft(target, config, "random")
+    layout = placing.Layout(spec.pipeline, resolve_mesh(None, "dedicated", 2))
+    sharded = placing.shard_target(target.params, target.config, layout)
+    weights = placing.mesh_weights(spec, sharded, draft.params, layout.mesh)
+    shapes = [model.layer_shapes(target.config, kind) for kind in target.config.kinds]
+    size = {
+        part: sum(x.size * 4 for x in jax.tree.leaves(tree))
+        for layer in shapes
+        for part, tree in layer.items()
+    }
+    norms = ("mixer_norm", "mlp_norm")
+    # Stage 0: 2 attention, 3 delta; 2 dense, 3 experts. Stage 1: 1, 2; 1, 2. The draft: 1; 1.
+    ours = sum(x.size * 4 for x in jax.tree.leaves(draft.params["layers"]))
+    whole = 2 * size["attn"] + 3 * size["delta"] + 2 * size["mlp"] + 3 * size["experts"]
+    whole += 5 * sum(size[norm] for norm in norms)
+    one_of_each = size["attn"] + size["delta"] + size["mlp"] + size["experts"]
+    extra = placing.wasted_bytes(spec, weights)[0]  # the draft's attention has no q/k norms
+    assert extra == 0
+    waste_1 = one_of_each + 2 * sum(size[norm] for norm in norms)
+    q_norms = 2 * target.config.head_dim * 4
+    assert placing.wasted_bytes(spec, weights) == [0, waste_1, whole - ours]
+    assert ours == size["attn"] - q_norms + size["mlp"] + sum(size[norm] for norm in norms)
 
 
 def test_a_target_loaded_onto_a_mesh_decodes_there_and_generates_the_same():

@@ -8,6 +8,7 @@ import pytest
 import spd_jax
 from spd_jax.models import target as model
 from spd_jax.ops.attention import causal_mask
+from spd_jax.pipeline.slots import cache_slots
 from tests.expected import expected_cycles
 from tests.pipeline.conftest import MESHES
 from tests.pipeline.stepping import Stepper, start
@@ -131,3 +132,30 @@ def test_long_prompts_decode_to_the_targets_text(comparison):
         assert one.cycles == expected_cycles(n, one.accepted)
         if comparison.check(target, prompt, one.tokens, other.tokens):
             assert one.accepted[1:] == [token % 2 == 0 for token in one.tokens[1:]]
+
+
+def test_delta_nets_know_what_the_whole_prompt_leaves(mode, golden_pair):
+    """Prompts of one chunk, of several, and shorter ones beside them."""
+    target, draft = golden_pair("qwen3_5/n4")
+    prompts = [make_prompt(length) for length in (140, 1, 64, 65)]
+    run = start(target, draft, prompts, 4, MESHES[mode])
+    assert run.engine.mode == mode
+    config, n = target.config, run.engine.spec.n_stages
+    n_compared = 0
+    for b, prompt in enumerate(prompts):
+        positions = jnp.arange(len(prompt))[None]
+        x, mask = model.embed(target.params, jnp.asarray([prompt])), causal_mask(len(prompt))
+        _, left = model.run_layers(config, target.params["layers"], x, positions, mask)
+        slot, layer = (len(prompt) - 1) % n, 0
+        for rank, kinds in enumerate(run.engine.spec.rank_kinds[:n]):
+            for kind, (mixer, nth) in zip(kinds, cache_slots(kinds), strict=True):
+                if kind.mixer == "delta":
+                    sharded = mode == "sharded"
+                    cache = run.state.caches[0 if sharded else rank][mixer][nth]
+                    for name, want in left[layer].items():
+                        got = np.asarray(cache[name])
+                        got = (got[rank] if sharded else got)[b, slot]
+                        np.testing.assert_allclose(got, want[0], rtol=1e-4, atol=1e-4)
+                        n_compared += 1
+                layer += 1
+    assert n_compared == len(prompts) * 6 * 2

@@ -89,7 +89,7 @@ def test_poison_in_everything_stale_changes_nothing(mode, kind, lens, golden_pai
         n = STAGES[mode]
         target = make_target(4, seed=n)
         draft = make_draft(target, full_config(4, n), kind)
-    prompts = [make_prompt(length) for length in lens]
+    prompts = [make_prompt(length, seed=1) for length in lens]
     clean, spoilt = (start(target, draft, prompts, 40, MESHES[mode]) for _ in range(2))
     assert clean.engine.mode == mode
     fills, spoilt_kinds = set(), set()
@@ -106,8 +106,8 @@ def test_poison_in_everything_stale_changes_nothing(mode, kind, lens, golden_pai
             np.testing.assert_array_equal(a, b)
     assert fills == set(range(1, n + 1))
     assert spoilt_kinds == {"caches", "hidden", "ring", "tokens"}
-    rejects = [clean.committed(row)[1].count(False) for row in range(len(lens))]
-    assert kind == "perfect" or (max if kind == "hybrid" else min)(rejects) > 3
+    if kind != "perfect":
+        assert all(clean.committed(row)[1].count(False) > 3 for row in range(len(lens)))
 
 
 def test_poison_in_what_is_in_use_does_change_the_text(mode):
