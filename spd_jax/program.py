@@ -15,6 +15,10 @@ import jax
 # cycle of 30 layers. Linux gives a process 65,530 by default; past that, jaxlib crashes.
 MAX_PROGRAMS = 40
 
+# XLA's CPU backend computes bfloat16 products from float32 copies of the weights. Its default
+# scheduler, which looks for work to do side by side, makes them all beforehand: twice the model.
+CPU_OPTIONS = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+
 _KEPT: OrderedDict[tuple, jax.stages.Compiled] = OrderedDict()  # the one used last comes last
 
 
@@ -43,7 +47,8 @@ class Program:
             jitted = jax.jit(
                 lambda *arrays: self._fn(*arrays, **static), donate_argnums=self._donate
             )
-            _KEPT[key] = jitted.lower(*args).compile()
+            options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
+            _KEPT[key] = jitted.lower(*args).compile(options)
             self.n_compiled += 1
             if len(_KEPT) > MAX_PROGRAMS:
                 _KEPT.popitem(last=False)

@@ -1,14 +1,21 @@
-"""Compiled programs are kept, but not without end: each takes memory maps of the process."""
+"""Compiled programs are kept, but not without end; and what memory they need as they run."""
 
+import dataclasses
 import gc
 import weakref
 from collections import OrderedDict
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+import spd_jax
 from spd_jax import program
+from spd_jax.config import DraftConfig, PipelineConfig
+from spd_jax.models import target as model
+from spd_jax.models.bundle import Target
 from spd_jax.program import Program
+from tests.random_models import CONFIG
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +50,29 @@ def test_the_programs_used_last_are_kept_of_all_functions_together(scale):
     assert (scale.n_compiled, negate.n_compiled) == (2, 1)
     assert scale(jnp.ones(2), times=2).tolist() == [2, 2]  # compiled anew
     assert scale.n_compiled == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="others compute in bfloat16")
+def test_no_program_widens_all_bfloat16_weights_at_once(monkeypatch):
+    """Only the head, an eighth of the weights, or a few layers at a time."""
+    sizes = {"n_layers": 4, "d_model": 128, "d_ff": 512, "head_dim": 32, "vocab_size": 1031}
+    config = dataclasses.replace(CONFIG, **sizes, tied_embeddings=True)
+    target = Target(model.init_params(config, jax.random.key(0), jnp.bfloat16), config)
+    anchors = PipelineConfig(4, 2).default_anchors()
+    draft = spd_jax.init_draft(
+        target, DraftConfig(anchors, 2, n_layers=1, feature_norm="none"), jax.random.key(1)
+    )
+    temporary, compile_it = {}, Program.compile
+
+    def compile_and_note(self, *args, **static):
+        compiled = compile_it(self, *args, **static)
+        temporary[self] = compiled.memory_analysis().temp_size_in_bytes
+        return compiled
+
+    monkeypatch.setattr(Program, "compile", compile_and_note)
+    spd_jax.generate(target, [1, 2, 3], max_new_tokens=2)
+    spd_jax.decode(target, draft, [1, 2, 3], max_new_tokens=2, mesh="virtual")
+    n_bytes = sum(x.nbytes for x in jax.tree.leaves(target.params))
+    assert len(temporary) == 4
+    assert max(temporary.values()) < n_bytes / 2  # widened, all of them are twice n_bytes

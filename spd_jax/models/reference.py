@@ -75,13 +75,13 @@ def prefill(
         ids = lax.dynamic_slice_in_dim(prompts, start, chunk, axis=1)
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (n_batch, chunk))
         before, ends = (jnp.minimum(end, prompt_lens) for end in (start, start + chunk))
-        x, mask = model.embed(params, ids), causal_mask(chunk)
-        outs, rows = model.run_layers(
-            config, params["layers"], x, positions, mask, caches, before, ends - before
-        )
+        active, mask = c < n_chunks, causal_mask(chunk)  # always active: see run_if
+        x = model.run_if(active, lambda: model.embed(params, ids))
+        args = (params["layers"], x, positions, mask, caches, before, ends - before)
+        x, rows = model.run_block(active, config, *args)
         caches = [write_chunk(*pair, start, ends) for pair in zip(caches, rows, strict=True)]
         offset = jnp.clip(last_idx - start, 0, chunk - 1)
-        row = jnp.take_along_axis(outs[-1], offset[:, None, None], axis=1)[:, 0]
+        row = jnp.take_along_axis(x, offset[:, None, None], axis=1)[:, 0]
         return caches, jnp.where((last_idx // chunk == c)[:, None], row, last)
 
     n_chunks = (jnp.max(prompt_lens) + chunk - 1) // chunk
@@ -143,10 +143,11 @@ def decode_steps(
         return (state.step < until) & ~jnp.all(state.done)
 
     def one_step(state: ARState) -> ARState:
+        active = ~jnp.all(state.done)
         position = prompt_lens + state.n_tokens - 1  # of the newest committed token
-        x = model.embed(params, state.last)[:, None]
+        x = model.run_if(active, lambda: model.embed(params, state.last))[:, None]
         hidden, rows = model.run_block(
-            ~jnp.all(state.done),
+            active,
             config,
             params["layers"],
             x,
@@ -158,7 +159,7 @@ def decode_steps(
         caches = [
             write_row(*pair, position, ~state.done) for pair in zip(state.caches, rows, strict=True)
         ]
-        scores = model.logits(config, params, hidden[:, 0])
+        scores = model.run_if(active, lambda: model.logits(config, params, hidden[:, 0]))
         new = jnp.where(state.done, state.last, sample(scores, keys, position + 1, sampling))
         write_idx = jnp.where(state.done, n_slots, state.n_tokens)  # out of range: dropped
         tokens = state.tokens.at[jnp.arange(n_batch), write_idx].set(new, mode="drop")

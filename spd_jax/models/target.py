@@ -9,7 +9,8 @@ Parameters (every matrix [out, in], one tree per layer, never stacked):
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,10 +69,20 @@ def run_block(
         outputs, rows = run_layers(config, layers, x, *args)
         return outputs[-1], rows
 
-    def skip():
-        return jax.tree.map(jnp.zeros_like, jax.eval_shape(run))
+    return run_if(active, run)
 
-    return lax.cond(active, run, skip)
+
+def run_if(active: jax.Array, work: Callable[[], Any]) -> Any:
+    """Returns work() where the scalar `active` holds, and zeros where not.
+
+    In a loop, XLA's CPU backend keeps float32 copies of bfloat16 weights from the first step to
+    the last, but for those that are used in a branch.
+    """
+
+    def skip():
+        return jax.tree.map(jnp.zeros_like, jax.eval_shape(work))
+
+    return lax.cond(active, work, skip)
 
 
 def hidden_states(config: TargetConfig, params: dict, input_ids: jax.Array) -> list[jax.Array]:

@@ -16,7 +16,7 @@ from jax import lax
 from spd_jax.models.aggregate import make_row, normalise
 from spd_jax.models.cache import write_row
 from spd_jax.pipeline.comm import Comm
-from spd_jax.pipeline.heads import Heads, choose, local_best
+from spd_jax.pipeline.heads import Heads, best_if, choose
 from spd_jax.pipeline.slots import Slots, map_slots
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
@@ -125,13 +125,10 @@ def _heads(
     drafted: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns ids [2, B] and embedding rows [2, B, D]: the target's token, the draft's token."""
-    draft = local_best(heads, comm, drafted, *heads.draft_rows())
-
-    def verify():
-        return local_best(heads, comm, leaving, *heads.target_rows())
-
-    any_full = jnp.any(~state.done & (state.fill == spec.n_stages))
-    target = lax.cond(any_full, verify, lambda: jnp.zeros_like(draft))
+    running = ~state.done
+    draft = best_if(jnp.any(running), heads, comm, drafted, *heads.draft_rows())
+    any_full = jnp.any(running & (state.fill == spec.n_stages))
+    target = best_if(any_full, heads, comm, leaving, *heads.target_rows())
     return choose(comm, jnp.stack([target, draft]), leaving.dtype)
 
 

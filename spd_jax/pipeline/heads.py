@@ -54,6 +54,15 @@ def shard_ids(ids: np.ndarray, n_shards: int) -> np.ndarray:
     return table
 
 
+def best_if(active: jax.Array, heads: Heads, comm: Comm, hidden: jax.Array, *head) -> jax.Array:
+    """As `local_best` where the scalar `active` holds, else zeros: see `models.target.run_if`."""
+    return lax.cond(
+        active,
+        lambda: local_best(heads, comm, hidden, *head),
+        lambda: comm.zeros((hidden.shape[0], 2 + hidden.shape[-1]), jnp.int32),
+    )
+
+
 def local_best(
     heads: Heads, comm: Comm, hidden: jax.Array, rows: jax.Array, ids: jax.Array
 ) -> jax.Array:
