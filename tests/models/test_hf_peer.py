@@ -20,7 +20,10 @@ torch = pytest.importorskip("torch", reason="a peer for tests only: pip install 
 
 from tests.hf_models import hf_greedy  # noqa: E402  (it imports torch)
 
-pytestmark = pytest.mark.filterwarnings("default")  # the peer's own are not ours to mend
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("default"),  # the peer's own are not ours to mend
+]
 
 VARIANTS = {
     "tied, grouped heads": {"tied_embeddings": True},
