@@ -99,7 +99,7 @@ def write_model(directory: Path, architecture: str, seed: int) -> torch.nn.Modul
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and not name.endswith(("A_log", "dt_bias")):
                 parameter.data += 0.1 * torch.randn_like(parameter)  # norms
-            elif "embed_tokens" in name:
+            elif "embed_tokens" in name and not config.tie_word_embeddings:
                 parameter.data /= config.get_text_config().initializer_range
         model.save_pretrained(directory)
     return model.eval()

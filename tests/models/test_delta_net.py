@@ -105,6 +105,7 @@ def test_chunks_behind_which_padding_follows_are_as_in_one_pass(case):
         np.testing.assert_allclose(conv[b], state["conv"][0], **NEAR)
 
 
+@pytest.mark.slow
 def test_a_hybrid_batch_writes_what_each_writes_alone():
     target = make_target(8, seed=1, base=HYBRID)
     prompts = [make_prompt(length) for length in (1, 7, 140)]

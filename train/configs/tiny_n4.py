@@ -1,4 +1,4 @@
-"""The random `tiny` target through four stages: a run of seconds, to try the trainer.
+"""The random `tiny` target through four stages: a run of a minute or two, to try the trainer.
 
     python -m train.prepare --target tiny --out data/tiny.jsonl --rows 96 \\
         --prompt-tokens 16 --answer-tokens 32
@@ -17,8 +17,8 @@ def get_config() -> TrainConfig:
         n_stages=4,
         n_layers=1,
         draft_vocab_size=192,
-        sequence_len=64,
-        batch_tokens=256,
+        sequence_len=96,
+        batch_tokens=384,
         epochs=4.0,
         lr=1e-3,
         warmup_steps=5,
