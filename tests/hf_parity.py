@@ -84,6 +84,7 @@ def main() -> int:
         architecture = ARCHITECTURES[i % len(ARCHITECTURES)]
         seed = args.seed + i
         print(f"{seed:>4} {architecture:<17} {compare(architecture, seed, comparison)}", flush=True)
+        jax.clear_caches()  # compiled programs take memory maps: see spd_jax.program
     near = ", ".join(f"{gap:.1e}" for gap in comparison.gaps) or "none"
     seconds = time.monotonic() - began
     print(f"{comparison.n_sequences} texts of {args.models} models in {seconds:.0f} s")
