@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spd_jax.checks import ConfigError, as_ints
-from spd_jax.config import PipelineConfig, refuse_v10
+from spd_jax.config import PipelineConfig, V10DraftConfig, refuse_v10
+from spd_jax.models import draft_v10
 from spd_jax.models.bundle import Draft, Target
-from spd_jax.models.draft import check_pair, known_ids
+from spd_jax.models.draft import KIND, check_pair, known_ids, layer_config
+from spd_jax.models.target import layer_shapes
 from spd_jax.pipeline import placing
 from spd_jax.pipeline.mesh import resolve_mesh
 from spd_jax.pipeline.placing import Layout
@@ -109,6 +112,15 @@ def check_belongs(target: Target, draft: Draft) -> None:
         raise ConfigError(
             f"{draft.name}: expected width {scale.shape[0]} in {scale.dtype} as {target.name} "
             f"has, got {row.shape[0]} in {row.dtype}; load the head for this target"
+        )
+    config = (draft_v10.layer_config if isinstance(draft.config, V10DraftConfig) else layer_config)(
+        target.config, draft.config
+    )
+    want, layer = layer_shapes(config, KIND), draft.params["layers"][0]
+    if jax.tree.map(jnp.shape, layer) != jax.tree.map(lambda x: x.shape, want):
+        raise ConfigError(
+            f"{draft.name}: its layers have other shapes than {target.name} needs (heads, their "
+            "size, norms or a gate); choose a head made for this target"
         )
     n_ids = len(known_ids(target.config, draft.config))
     n_rows = len(draft.params["lm_head"]["weight"]) if draft.config.head == "own" else n_ids

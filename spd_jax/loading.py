@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from spd_jax.checks import ConfigError
+from spd_jax.checks import ConfigError, as_ints
 from spd_jax.config import DraftConfig, PipelineConfig, refuse_v10
 from spd_jax.engines import check_belongs, whole_params
 from spd_jax.models import draft as pdm
@@ -50,9 +50,12 @@ def load_target(
     """
     loaded = load_target_files(source, dtype)
     layout = None
+    if stage_layers is not None:
+        stage_layers = as_ints("stage_layers", stage_layers)
+        n_stages = len(stage_layers) if n_stages is None else n_stages
+    if n_stages is not None:
+        PipelineConfig(loaded.config.n_layers, n_stages, stage_layers)  # for its errors
     if isinstance(mesh, Mesh) or placement == "dedicated":
-        if n_stages is None and stage_layers is not None:
-            n_stages = len(stage_layers)
         if n_stages is None:
             n_stages = (mesh.devices.size if isinstance(mesh, Mesh) else len(jax.devices())) - 1
         pipeline = PipelineConfig(loaded.config.n_layers, n_stages, stage_layers)

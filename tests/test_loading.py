@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+import spd_jax
+from spd_jax.checks import ConfigError
 from spd_jax.config import TargetConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.hf import write_target
@@ -104,3 +106,30 @@ def test_a_process_reads_only_what_its_ranks_need(tmp_path):
     assert layers == [{"0", "1", "2"}, {"3"}]  # stages of 2, 1 and 1 layers and the draft module
     for names in read:
         assert len(names) == len(set(names)) and "model.embed_tokens.weight" in names
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"n_stages": "x"}, "n_stages must be an integer"),
+        ({"n_stages": 2.5}, "n_stages must be an integer"),
+        ({"n_stages": 0}, "n_stages must be from 2"),
+        ({"n_stages": 99}, "n_stages must be from 2"),
+        ({"stage_layers": 5}, "stage_layers must be a sequence"),
+        ({"stage_layers": (5, 4)}, "sum to 10"),
+    ],
+)
+def test_stages_that_cannot_be_are_one_line(options, words):
+    with pytest.raises(ConfigError, match=words):
+        spd_jax.load_target("tiny", **options)
+
+
+def test_a_head_for_other_attention_is_one_line(golden):
+    gated = spd_jax.load_target(golden / "qwen3_5" / "target")
+    plain = spd_jax.load_target(golden / "qwen3" / "target")
+    for ours, other, family in ((gated, plain, "qwen3_5"), (plain, gated, "qwen3")):
+        draft = spd_jax.load_draft(golden / family / "n2", ours)
+        with pytest.raises(ConfigError, match="other shapes than .* needs"):
+            spd_jax.decode(other, draft, [1, 2], max_new_tokens=2)
+        with pytest.raises(ConfigError, match="made for a target with attn_gate"):
+            spd_jax.load_draft(golden / family / "n2", other)

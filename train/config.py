@@ -128,6 +128,11 @@ class TrainConfig:
         self, target: TargetConfig, draft_ids: tuple[int, ...] | None, target_sha256: str | None
     ) -> DraftConfig:
         """Returns the settings of the draft this run trains for a target."""
+        if self.sequence_len > target.max_context:
+            raise ConfigError(
+                f"sequence_len must be at most {target.max_context} (the target's context), got "
+                f"{self.sequence_len}"
+            )
         pipeline = PipelineConfig(target.n_layers, self.n_stages)
         return DraftConfig(
             anchors=pipeline.default_anchors() if self.anchors is None else self.anchors,

@@ -91,10 +91,10 @@ def count_trainer(
 
 def _longest_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a batch of rows of sequence_len tokens."""
-    length = config.sequence_len
-    batch = make_batch([], config.batch_tokens // length, length)
-    del batch["row_numbers"]  # stays on the host
-    return {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    one_row = make_batch([], 1, config.sequence_len)
+    del one_row["row_numbers"]  # stays on the host
+    shape = (config.batch_tokens // config.sequence_len, config.sequence_len)
+    return {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, x in one_row.items()}
 
 
 def _kept_bytes(loss: Any, params: Any, *others: Any) -> int:

@@ -20,6 +20,26 @@ def one_line(error: BaseException | str) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
+class Unchanged:
+    """Remembers a file as it is, so that what is read later is of the same file."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._state = self._look()
+
+    def check(self) -> None:
+        """Raises ConfigError where the file is another one by now, or gone."""
+        if self._look() != self._state:
+            raise ConfigError(f"{self._path}: changed or removed since it was opened; load anew")
+
+    def _look(self) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def file_sha256(path: Path) -> str:
     """Returns the hex sha256 of a file's content."""
     with open(path, "rb") as file:
@@ -93,6 +113,14 @@ def sole_writer(lock: Path) -> Iterator[None]:
         yield
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(name for name in fields if sum(name == other for other, _ in pairs) > 1)
+        raise ValueError(f"{twice!r} is there twice")
+    return fields
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 
@@ -100,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
       ConfigError: there is none.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give a directory that has one") from None
     except (OSError, ValueError, RecursionError) as error:

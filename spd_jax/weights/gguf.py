@@ -17,7 +17,7 @@ import numpy as np
 from spd_jax.checks import ConfigError
 from spd_jax.config import Llama3Scaling, TargetConfig
 from spd_jax.weights import keymaps
-from spd_jax.weights.files import file_sha256, one_line
+from spd_jax.weights.files import Unchanged, file_sha256, one_line
 from spd_jax.weights.gguf_tokenizer import tokenizer_from_gguf
 from spd_jax.weights.lazy import LazyArray
 from spd_jax.weights.loaded import LoadedTarget, run_dtype
@@ -38,6 +38,7 @@ def load_gguf(path: str | Path, dtype: str, tokenizer_cache: Path | None = None)
       ConfigError: not a whole GGUF file, another architecture, or a feature we do not run.
     """
     path, to = Path(path), run_dtype(dtype)
+    file = Unchanged(path)
     fields, tensors = _read(path)
     config = _config(fields, tensors, path)
     left = set(tensors) - {keymaps.ROPE_FREQS}
@@ -54,6 +55,7 @@ def load_gguf(path: str | Path, dtype: str, tokenizer_cache: Path | None = None)
         n_heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
 
         def read() -> np.ndarray:
+            file.check()  # a mapped file that was cut short kills the process
             array = _dequantize(tensor.data, tensor, path)
             return (array if n_heads is None else unpermute(array, n_heads)).astype(to)
 

@@ -136,13 +136,19 @@ def _weight_files(directory: Path) -> tuple[dict[str, TensorFile], Path]:
 
 def _language_model(files: dict[str, TensorFile], directory: Path) -> dict[str, str]:
     """Returns plain name -> stored name of the tensors of the language model."""
-    names = {
-        name.replace(_COMPOSITE_PREFIX, "model.", 1): name
-        for name in files
-        if not name.startswith(_OTHER_PARTS)
-    }
-    if len(names) < len(files):
-        n_others = len(files) - len(names)
+    names: dict[str, str] = {}
+    n_others = 0
+    for name in files:
+        plain = name.replace(_COMPOSITE_PREFIX, "model.", 1)
+        if name.startswith(_OTHER_PARTS):
+            n_others += 1
+        elif plain in names:
+            raise ConfigError(
+                f"{directory}: {names[plain]} and {name} are the same tensor; remove one of them"
+            )
+        else:
+            names[plain] = name
+    if n_others:
         log.warning(
             "%s: %d tensors of vision and token prediction heads left out", directory, n_others
         )

@@ -5,7 +5,8 @@ The facts that differ between model families are the table FAMILIES.
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ FAMILIES = {
 }
 # Multimodal configs hold that of their text model.
 _COMPOSITES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+MAX_LAYERS = 10_000  # each is a part of the program: more are a damaged file
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config")  # there they decide, as in HF
 _MIXERS = {"full_attention": "attention", "linear_attention": "delta"}
 _DELTA_SIZES = {
@@ -108,6 +110,10 @@ def config_from_hf(hf: dict[str, Any], path: Path) -> TargetConfig:
         for ours, theirs in _SIZES.items()
         if ours != "d_ff" or theirs in hf or not family.experts
     }
+    if sizes["n_layers"] > MAX_LAYERS:
+        raise ConfigError(
+            f"{path}: num_hidden_layers must be at most {MAX_LAYERS}, got {sizes['n_layers']}"
+        )
     head_dim = _int(hf, "head_dim", path, family.head_dim or sizes["d_model"] // sizes["n_heads"])
     kinds = _layer_kinds(hf, family, sizes["n_layers"], path)
     n_kv_heads = _int(hf, "num_key_value_heads", path, sizes["n_heads"])
@@ -286,8 +292,9 @@ def _rope(
 def _int(hf: dict[str, Any], name: str, path: Path, default: int | None = None) -> int:
     value = hf.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{path}: {name} must be a positive integer, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        shown = reprlib.repr(value)
+        raise ConfigError(f"{path}: {name} must be a positive integer below 2^31, got {shown}")
     return value
 
 
@@ -295,7 +302,7 @@ def _float(hf: dict[str, Any], name: str, path: Path, default: float | None = No
     value = hf.get(name)
     value = default if value is None else value
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and 0 < value < math.inf):
+    if not (is_number and 0 < value < sys.float_info.max):
         raise ConfigError(f"{path}: {name} must be a positive number, got {value!r}")
     return float(value)
 

@@ -10,7 +10,7 @@ import safetensors
 from safetensors import SafetensorError
 
 from spd_jax.checks import ConfigError
-from spd_jax.weights.files import one_line
+from spd_jax.weights.files import Unchanged, one_line
 from spd_jax.weights.lazy import LazyArray
 
 FLOAT_TYPES = ("F32", "BF16", "F16", "F64")
@@ -30,6 +30,7 @@ class TensorFile:
           ConfigError: it is absent, cut short or not safetensors.
         """
         self.path = path
+        self._file = Unchanged(path)
         with self._open() as file:
             views = {name: file.get_slice(name) for name in file.keys()}
             self._kinds = {name: view.get_dtype() for name, view in views.items()}
@@ -58,7 +59,12 @@ class TensorFile:
         return self.read(name)
 
     def read(self, name: str) -> np.ndarray:
-        """Returns a copy of a tensor, in its stored dtype."""
+        """Returns a copy of a tensor, in its stored dtype.
+
+        Raises:
+          ConfigError: the file has changed since it was opened.
+        """
+        self._file.check()
         with self._open() as file:
             return file.get_tensor(name)
 

@@ -7,6 +7,7 @@ import pytest
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import run
+from spd_jax.weights import load_target_files
 from train import configs
 from train.config import TrainConfig, config_names, named_config, parse_config
 
@@ -83,3 +84,12 @@ def test_a_config_error_ends_a_main_with_one_line_and_code_2(capsys):
         run(main)
     assert stop.value.code == 2
     assert capsys.readouterr().err == "error: first second\n"
+
+
+def test_rows_beyond_the_targets_context_are_refused():
+    target = load_target_files("tiny").config
+    config = parse_config(
+        PROG, ["--config", "tiny_n4", "--sequence-len", "4097", "--batch-tokens", "5000"]
+    )
+    with pytest.raises(ConfigError, match="sequence_len must be at most 4096 .* got 4097"):
+        config.draft_config(target, None, "")

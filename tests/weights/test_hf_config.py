@@ -82,6 +82,9 @@ def test_the_whole_decides_whether_embeddings_are_tied(of_text, of_whole):
         (QWEN3_NEXT | {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
         (DENSE | {"model_type": "qwen3_moe"}, "num_experts must be"),
         (composite(QWEN3_5, quantization_config={"quant_method": "fp8"}), "quantization_config"),
+        (QWEN3_5 | {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers must be at most 10000"),
+        (QWEN3_5 | {"head_dim": 10**400}, "head_dim must be a positive integer below"),
+        (QWEN3_5 | {"rms_norm_eps": 10**400}, "rms_norm_eps must be a positive number"),
         (composite(None), "must hold a text_config"),
         (DENSE | {"model_type": "qwen4"}, "model_type must be one of"),
         (DENSE | {"model_type": ["qwen3"]}, "model_type must be one of"),
@@ -179,3 +182,37 @@ def test_vision_and_prediction_heads_are_left_out_with_one_line(tmp_path, random
     assert load_hf(tmp_path, "float32").config == config
     (line,) = [r.getMessage() for r in caplog.records]
     assert "2 tensors of vision and token prediction" in line
+
+
+def test_one_tensor_under_two_names_is_refused(tmp_path, random_params, refused):
+    write_target(tmp_path, CONFIG, random_params(CONFIG))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    again = {"model.language_model.norm.weight": tensors["model.norm.weight"]}
+    save_file(tensors | again, path)
+    with refused("model.norm.weight", "model.language_model.norm.weight", "the same tensor"):
+        load_hf(tmp_path, "float32")
+
+
+def test_a_name_that_is_twice_in_a_json_file_is_refused(tmp_path, refused):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "model_type": "qwen3"}')
+    with refused("config.json", "'model_type' is there twice"):
+        load_hf(tmp_path, "float32")
+
+
+@pytest.mark.parametrize("change", ["other values", "cut short", "removed"])
+def test_weights_that_change_before_they_are_placed_are_not_mixed_in(
+    tmp_path, random_params, refused, change
+):
+    write_target(tmp_path, CONFIG, random_params(CONFIG))
+    loaded, path = load_hf(tmp_path, "float32"), tmp_path / "model.safetensors"
+    if change == "other values":
+        tensors = load_file(path)
+        path.unlink()
+        save_file({name: x + 1 for name, x in tensors.items()}, path)
+    elif change == "cut short":
+        path.write_bytes(path.read_bytes()[:-100])
+    else:
+        path.unlink()
+    with refused("model.safetensors", "changed or removed"):
+        loaded.place()
