@@ -25,36 +25,17 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import spd_jax
-from spd_jax.config import DeltaNetConfig, DraftConfig, LayerKind, PipelineConfig, TargetConfig
+from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Target
 from spd_jax.program import Program
 from spd_jax.weights import keymaps
 from spd_jax.weights.hf_config import config_to_hf
+from spd_jax.weights.published import published_config
 
 LAYERS_PER_FILE = 4
 N_STAGES, N_NEW, N_DRAFT_IDS = 8, 4, 8192
-FULL = TargetConfig(
-    vocab_size=248320,
-    d_model=2560,
-    n_layers=32,
-    n_heads=16,
-    n_kv_heads=4,
-    head_dim=256,
-    d_ff=9216,
-    norm_eps=1e-6,
-    rope_theta=1e7,
-    max_context=262144,
-    qk_norm=True,
-    model_type="qwen3_5_text",
-    kinds=tuple(LayerKind("attention" if (i + 1) % 4 == 0 else "delta") for i in range(32)),
-    rotary_dim=64,
-    norm_offset=True,
-    attn_gate=True,
-    delta=DeltaNetConfig(
-        n_key_heads=16, n_value_heads=32, key_dim=128, value_dim=128, conv_width=4
-    ),
-)
+FULL, _ = published_config("Qwen/Qwen3.5-4B")
 SMALL = dataclasses.replace(FULL, vocab_size=49664, d_model=512, d_ff=1536, n_heads=4, n_kv_heads=1)
 # Of logits up to 5: bfloat16 rounds to 2^-8 of a number, and does so some 64 times in 32 layers.
 NOISE = 0.2

@@ -1,5 +1,6 @@
 """Loading takes about the memory of what is placed, and reads only what is placed."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -17,22 +18,13 @@ from spd_jax.checks import ConfigError
 from spd_jax.config import TargetConfig
 from spd_jax.weights import keymaps
 from spd_jax.weights.hf import write_target
+from tests import random_models
 
-CONFIG = TargetConfig(
-    vocab_size=97,
-    d_model=32,
-    n_layers=4,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=48,
-    norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_context=128,
-)
+CONFIG = dataclasses.replace(random_models.CONFIG, max_context=128, tied_embeddings=True)
 # A tenth of its bytes are the embedding, the largest tensor.
-LARGE = TargetConfig(**vars(CONFIG) | {"vocab_size": 16384, "d_model": 512, "n_layers": 20,
-                                       "d_ff": 2048, "head_dim": 128})  # fmt: skip
+LARGE = dataclasses.replace(
+    CONFIG, vocab_size=16384, d_model=512, n_layers=20, d_ff=2048, head_dim=128
+)
 
 LOAD = """
 import sys

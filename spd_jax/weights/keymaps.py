@@ -180,7 +180,7 @@ def attention_sizes(n_heads: int, n_kv_heads: int, head_dim: int, gate: bool) ->
 def layer_leaves(config: TargetConfig, kind: LayerKind, fused: bool = False) -> tuple[Leaf, ...]:
     """Returns the leaves of one layer; `fused`: all experts of a layer are one tensor."""
     if kind.mixer == "attention":
-        mixer = (*ATTENTION, *(QK_NORM if config.qk_norm else ()))
+        mixer = _attention(config.qk_norm)
     else:
         mixer = (DELTA_IN_BY_HEAD if config.model_type in BY_HEAD else DELTA_IN, *DELTA)
     mlp = MLP
@@ -192,7 +192,11 @@ def layer_leaves(config: TargetConfig, kind: LayerKind, fused: bool = False) -> 
 
 def dense_leaves(qk_norm: bool) -> tuple[Leaf, ...]:
     """Returns the leaves of one dense layer of full attention, as draft modules have them."""
-    return (MIXER_NORM, *ATTENTION, *(QK_NORM if qk_norm else ()), MLP_NORM, *MLP)
+    return (MIXER_NORM, *_attention(qk_norm), MLP_NORM, *MLP)
+
+
+def _attention(qk_norm: bool) -> tuple[Leaf, ...]:
+    return (*ATTENTION, *(QK_NORM if qk_norm else ()))
 
 
 def proj_leaf(name: str, i: int) -> Leaf:
