@@ -40,11 +40,16 @@ import jax
 jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=int(sys.argv[3]))
 import spd_jax
 from spd_jax.weights.tensors import TensorFile
-read, inner = [], TensorFile.read
-TensorFile.read = lambda self, name: read.append(name) or inner(self, name)
+read, rows_read = [], {}
+whole, part = TensorFile.read, TensorFile.read_rows
+TensorFile.read = lambda self, name: read.append(name) or whole(self, name)
+def read_rows(self, name, rows):
+    rows_read.setdefault(name, []).extend(rows.tolist())
+    return part(self, name, rows)
+TensorFile.read_rows = read_rows
 target = spd_jax.load_target(sys.argv[1], n_stages=3, placement="dedicated")
 assert len(jax.devices()) == 4 and len(jax.local_devices()) == 2
-print(json.dumps(read))
+print(json.dumps([read, rows_read]))
 """
 
 
@@ -90,14 +95,19 @@ def test_a_process_reads_only_what_its_ranks_need(tmp_path):
         address = f"localhost:{free.getsockname()[1]}"
     both = [start(LOAD_IN_TWO, str(directory), address, str(i), n_devices=2) for i in (0, 1)]
     try:
-        read = [json.loads(process.communicate(timeout=60)[0]) for process in both]
+        found = [json.loads(process.communicate(timeout=60)[0]) for process in both]
     finally:
         for process in both:
             process.kill()
+    read, rows_read = zip(*found, strict=True)
     layers = [{name.split(".")[2] for name in names if ".layers." in name} for names in read]
     assert layers == [{"0", "1", "2"}, {"3"}]  # stages of 2, 1 and 1 layers and the draft module
-    for names in read:
-        assert len(names) == len(set(names)) and "model.embed_tokens.weight" in names
+    for i, (names, rows) in enumerate(zip(read, rows_read, strict=True)):
+        assert len(names) == len(set(names))
+        # Id x is on rank x mod 4, and ranks 2i and 2i + 1 are of process i.
+        there = [x for x in range(CONFIG.vocab_size) if x % 4 // 2 == i]
+        assert set(rows) == {"model.embed_tokens.weight"}
+        assert sorted(rows["model.embed_tokens.weight"]) == there
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 Virtual mode shares the per-layer arrays. On a mesh they lie in the slots of `slots`: rank s < N
 holds the layers of stage s there, rank N those of the draft module. A rank without an array that
 another rank has in the same place holds zeros; `wasted_bytes` counts them. What is to be placed may
-be anything that `np.asarray` reads: it is read here, for the ranks of this process, one at a time.
+be anything that `np.asarray` reads, and of which x[rows] reads some: it is read here, for the ranks
+of this process, one at a time.
 On an abstract mesh parameters are shapes, and so is what comes of them.
 """
 
@@ -250,8 +251,10 @@ def _take_rows(weight: Any, rows: np.ndarray) -> Any:
     """Rows int [n] of weight [V, D]; -1 is a row of zeros."""
     if isinstance(weight, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(rows), *weight.shape[1:]), weight.dtype)
-    taken = weight[np.maximum(rows, 0)]
-    taken[rows < 0] = 0
+    taken = np.zeros((len(rows), *weight.shape[1:]), weight.dtype)
+    there = rows >= 0
+    if there.any():
+        taken[there] = weight[rows[there]]
     return taken
 
 
@@ -259,8 +262,8 @@ def _shard_rows(weight: Any, table: np.ndarray, mesh: Mesh | AbstractMesh) -> ja
     """Leaf [R, n, D] of the rows int [R, n] that each shard holds; -1 is a row of zeros."""
     if is_abstract(mesh):
         return jax.ShapeDtypeStruct((*table.shape, *weight.shape[1:]), weight.dtype)
-    whole = np.asarray(weight)
-    return _from_ranks(lambda rank: _take_rows(whole, table[rank]), mesh)
+    source = np.asarray(weight) if isinstance(weight, jax.Array) else weight
+    return _from_ranks(lambda rank: _take_rows(source, table[rank]), mesh)
 
 
 def _from_ranks(block: Callable[[int], np.ndarray], mesh: Mesh) -> jax.Array:

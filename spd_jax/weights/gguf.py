@@ -54,12 +54,13 @@ def load_gguf(path: str | Path, dtype: str, tokenizer_cache: Path | None = None)
         left.discard(name)
         n_heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
 
-        def read() -> np.ndarray:
+        def read(rows: np.ndarray | slice = slice(None)) -> np.ndarray:
             file.check()  # a mapped file that was cut short kills the process
-            array = _dequantize(tensor.data, tensor, path)
-            return (array if n_heads is None else unpermute(array, n_heads)).astype(to)
+            return _dequantize(tensor.data[rows], tensor, path).astype(to)
 
-        return LazyArray(shape, to, read)
+        if n_heads is None:
+            return LazyArray(shape, to, read, read)
+        return LazyArray(shape, to, lambda: unpermute(read(), n_heads))
 
     params = keymaps.read_target(config, "gguf", keymaps.GGUF_LAYER_PREFIX, take)
     if left:

@@ -125,7 +125,7 @@ def _weight_files(directory: Path) -> tuple[dict[str, TensorFile], Path]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{index}: no weight_map; get the file anew")
     for shard in weight_map.values():
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise ConfigError(f"{index}: {shard!r} is not the name of a file beside it")
     shards = {shard: TensorFile(directory / shard) for shard in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():

@@ -241,8 +241,10 @@ def read_leaves(
     return tree
 
 
-def _joined(leaf: Leaf, sizes: Sizes, parts: list[np.ndarray | LazyArray]) -> LazyArray:
+def _joined(leaf: Leaf, sizes: Sizes, parts: list[np.ndarray | LazyArray]) -> Any:
     """The array of a leaf; reading it holds one of its parts at a time besides itself."""
+    if len(parts) == 1 and leaf.order is None and not leaf.per_expert:
+        return parts[0]
     shape, dtype = (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), parts[0].dtype
     final = (sizes["X"], shape[0] // sizes["X"], *shape[1:]) if leaf.per_expert else shape
 

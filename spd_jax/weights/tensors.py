@@ -50,7 +50,12 @@ class TensorFile:
             raise ConfigError(f"{self.path}: {name} should have shape {shape}, has {found}")
         if kind not in FLOAT_TYPES:
             raise ConfigError(f"{self.path}: {name} has dtype {kind}; only floats are supported")
-        return LazyArray(shape, dtype, lambda: self.read(name).astype(dtype, copy=False))
+        return LazyArray(
+            shape,
+            dtype,
+            lambda: self.read(name).astype(dtype, copy=False),
+            lambda rows: self.read_rows(name, rows).astype(dtype, copy=False),
+        )
 
     def take_ints(self, name: str) -> np.ndarray:
         """Returns a one-dimensional integer tensor."""
@@ -67,6 +72,17 @@ class TensorFile:
         self._file.check()
         with self._open() as file:
             return file.get_tensor(name)
+
+    def read_rows(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Returns copies of rows int [n], in the stored dtype; of the others nothing is read.
+
+        Raises:
+          ConfigError: the file has changed since it was opened.
+        """
+        self._file.check()
+        with self._open() as file:
+            whole = file.get_slice(name)
+            return np.concatenate([whole[row : row + 1] for row in rows.tolist()])
 
     def _open(self) -> Any:
         try:

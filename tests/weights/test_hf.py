@@ -164,9 +164,10 @@ def test_missing_files_are_named(directory, refused):
     (directory / "model-2.safetensors").unlink()
     with refused("model-2.safetensors"):
         load_hf(directory, "float32")
-    edit(directory / "model.safetensors.index.json", weight_map={"a": "../m/model-1.safetensors"})
-    with refused("../m/model-1.safetensors"):
-        load_hf(directory, "float32")
+    for name in ("../m/model-1.safetensors", "", ".."):
+        edit(directory / "model.safetensors.index.json", weight_map={"a": name})
+        with refused(f"{name!r} is not the name of a file beside it"):
+            load_hf(directory, "float32")
     (directory / "model.safetensors.index.json").unlink()
     with refused("safetensors"):
         load_hf(directory, "float32")
