@@ -15,7 +15,6 @@ import numpy as np
 from spd_jax.checks import ConfigError, as_ints
 from spd_jax.config import (
     AnyDraftConfig,
-    PipelineConfig,
     TargetConfig,
     V10DraftConfig,
 )
@@ -49,31 +48,26 @@ def draft_outputs(
     draft: AnyDraftConfig,
     params: dict,
     hidden: Hidden,
-    valid_mask: jax.Array,
+    segments: jax.Array,
     fill: jax.Array | int,
     mask_mode: str,
+    **options: bool,
 ) -> jax.Array:
     """Returns the PDM's outputs [B, T, D] (before the norm) at a simulated fill.
 
-    A static fill computes only the row types that matter at it; a traced one computes all.
+    `segments` [B, T] and `options` are as in `draft.forward`.
 
     Raises:
       ConfigError: a static fill outside 1..N, or an unknown mask_mode.
     """
-    is_static = not isinstance(fill, jax.core.Tracer)
-    if is_static:
+    if not isinstance(fill, jax.core.Tracer):
         (fill,) = as_ints("fill", [fill])
         if not 1 <= fill <= draft.n_stages:
             raise ConfigError(f"fill must be from 1 to n_stages {draft.n_stages}, got {fill}")
     if isinstance(draft, V10DraftConfig):
-        return draft_v10.forward(target, draft, params, hidden, valid_mask, fill, mask_mode)
-    pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
-    blocks = pdm.all_blocks(draft.anchors)
-    if is_static:
-        blocks = pdm.live_blocks(pipeline, draft.anchors, fill, mask_mode)
+        return draft_v10.forward(target, draft, params, hidden, segments > 0, fill, mask_mode)
     features = jnp.stack([hidden[b] for b in draft.anchors], axis=2)  # [B, T, M, D]
-    mask = pdm.structural_mask(pipeline, draft.anchors, features.shape[1], fill, mask_mode, blocks)
-    return pdm.forward(target, draft, params, features, valid_mask, mask, blocks)
+    return pdm.forward(target, draft, params, features, segments, fill, mask_mode, **options)
 
 
 def score_positions(

@@ -1,12 +1,15 @@
 """The Pipeline Draft Module (PDM): aggregated rows, decoder layers, the target's norm, a head.
 
-Training replicates the sequence once per row type; a structural mask lets a query see each
-earlier token in exactly the row that decoding would show it (paper, appendix A.3).
+Training replicates the sequence once per row type; a query sees each earlier token in exactly the
+row that decoding would show it (paper, appendix A.3). `structural_mask` says so cell by cell;
+`ops.depth_attention` attends so without one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,8 @@ from spd_jax.config import (
 )
 from spd_jax.models import target as model
 from spd_jax.models.aggregate import normalise, replicate_sequence
+from spd_jax.ops.attention import segment_mask, segment_positions
+from spd_jax.ops.depth_attention import attend_by_depth
 from spd_jax.ops.linear import linear
 
 KIND = LayerKind()  # of every layer of a PDM: dense, full attention
@@ -144,34 +149,82 @@ def live_blocks(
     return tuple(i for i in all_blocks(anchors) if i in live)
 
 
+def seen_blocks(
+    pipeline: PipelineConfig,
+    anchors: tuple[int, ...],
+    fill: jax.Array | int,
+    mode: str,
+    blocks: tuple[int, ...],
+) -> tuple[np.ndarray | jax.Array, np.ndarray]:
+    """Returns what `seen_types` says as `attend_by_depth` takes it: seen [K, n], far_from [K].
+
+    `blocks` are the K row types that are kept, the deepest first, and all that they see.
+    """
+    index = np.zeros(len(anchors), int)
+    index[list(blocks)] = np.arange(len(blocks))
+    seen = index[seen_types(pipeline, anchors, mode)[:, list(blocks)]]  # [N, K, N + 1]
+    n = pipeline.n_stages
+    if isinstance(fill, jax.core.Tracer):
+        return jnp.asarray(seen[..., :n])[fill - 1], np.full(len(blocks), n)
+    seen = seen[fill - 1]
+    is_near = seen != 0
+    far_from = np.where(is_near.any(axis=1), n + 1 - np.argmax(is_near[:, ::-1], axis=1), 0)
+    return seen, far_from
+
+
 def forward(
     target: TargetConfig,
     draft: DraftConfig,
     params: dict,
     features: jax.Array,
-    valid_mask: jax.Array,
-    mask: jax.Array,
-    blocks: tuple[int, ...],
+    segments: jax.Array,
+    fill: jax.Array | int,
+    mask_mode: str,
+    *,
+    dense: bool = False,
+    remat: bool = False,
 ) -> jax.Array:
     """Returns the PDM's output [B, T, D] for the type-0 row of each token, before the norm.
 
+    A static fill computes only the row types that matter at it; a traced one computes all.
+
     Args:
-      features: anchors [B, T, M, D]; valid_mask: bool [B, T], False on padding.
-      mask: structural mask bool [K*T, K*T] of the K row types in `blocks`, of which 0 is last.
+      features: anchors [B, T, M, D].
+      segments: int [B, T], equal for the tokens of one text, 0 on padding.
+      dense: attend under `structural_mask`, whose memory is the square of K*T: the oracle.
+      remat: for the gradient keep only what enters each layer, and compute the rest again.
     """
-    n_batch, n_tokens, *_ = features.shape
+    n_tokens = features.shape[1]
+    pipeline = PipelineConfig(target.n_layers, draft.n_stages, draft.stage_layers)
+    blocks = all_blocks(draft.anchors)
+    if not isinstance(fill, jax.core.Tracer):
+        blocks = live_blocks(pipeline, draft.anchors, fill, mask_mode)
     prepared = normalise(draft, features, target.norm_eps)
     rows = replicate_sequence(params["projs"], prepared, blocks)
-    positions = jnp.tile(jnp.arange(n_tokens), (n_batch, len(blocks)))
-    valid = jnp.tile(valid_mask, (1, len(blocks)))
-    mask = mask[None] & valid[:, :, None] & valid[:, None, :]
+    positions = jnp.tile(segment_positions(segments), (1, len(blocks)))
+    if dense:
+        mask = structural_mask(pipeline, draft.anchors, n_tokens, fill, mask_mode, blocks)
+        attend = mask & jnp.tile(segment_mask(segments), (1, len(blocks), len(blocks)))
+        attend_newest = attend[:, -n_tokens:]
+    else:
+        seen, far_from = seen_blocks(pipeline, draft.anchors, fill, mask_mode, blocks)
+        attend, attend_newest = (
+            functools.partial(attend_by_depth, seen=s, far_from=f, segments=segments)
+            for s, f in ((seen, far_from), (seen[-1:], far_from[-1:]))
+        )
     config = layer_config(target, draft)
+
+    def run(layer: dict, rows: jax.Array, attend: Any, n_query: int) -> jax.Array:
+        out, _ = model.run_layer(config, KIND, layer, rows, positions, attend, n_query=n_query)
+        return out
+
+    if remat:
+        run = jax.checkpoint(run, static_argnums=(2, 3))
     *first, last = params["layers"]
     for layer in first:
-        rows, _ = model.run_layer(config, KIND, layer, rows, positions, mask)
-    newest = mask[:, -n_tokens:]  # only type-0 rows are scored: the last layer queries no others
-    out, _ = model.run_layer(config, KIND, last, rows, positions, newest, n_query=n_tokens)
-    return out
+        rows = run(layer, rows, attend, rows.shape[1])
+    # Only type-0 rows are scored: the last layer queries no others.
+    return run(last, rows, attend_newest, n_tokens)
 
 
 def head_weight(draft: AnyDraftConfig, params: dict, target_params: dict) -> jax.Array:

@@ -7,6 +7,8 @@ Matrices are [out, in]; what multiplies the same input is one matrix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from spd_jax.ops.norms import rms_norm
 from spd_jax.ops.rope import apply_rope, inverse_frequencies
 
 INIT = nn.initializers.normal(0.02)
+Mask = jax.Array | Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Weight(nn.Module):
@@ -72,7 +75,7 @@ class Attention(nn.Module):
         self,
         x: jax.Array,
         positions: jax.Array,
-        mask: jax.Array,
+        mask: Mask,
         cache: Rows | None,
         cache_len: jax.Array | None,
         n_query: int,
@@ -97,8 +100,11 @@ class Attention(nn.Module):
         q = apply_rope(q, positions[:, n_rows - n_query :], inv_freq)
         k = apply_rope(k, positions, inv_freq)
         rows = {"k": k.transpose(0, 2, 3, 1), "v": v.transpose(0, 2, 1, 3)}
-        cached = (cache["k"], cache["v"], cache_len) if cache is not None else ()
-        out = attend(q, rows["k"], rows["v"], mask, *cached)
+        if callable(mask):
+            out = mask(q, k, v)
+        else:
+            cached = (cache["k"], cache["v"], cache_len) if cache is not None else ()
+            out = attend(q, rows["k"], rows["v"], mask, *cached)
         if c.attn_gate:
             gate = nn.sigmoid(gate.astype(jnp.float32)).reshape(out.shape)
             out = (out * gate).astype(x.dtype)
@@ -186,7 +192,8 @@ class DecoderLayer(nn.Module):
     """One pre-norm decoder layer.
 
     Args of `__call__`:
-      x: [B, T, D] rows; positions: int [B, T]; mask: bool [B or 1, Q, T] among the new rows.
+      x: [B, T, D] rows; positions: int [B, T]; mask: bool [B or 1, Q, T] among the new rows, or a
+        function that attends without one: (q [B, Q, H, E], k and v [B, T, G, E]) -> [B, Q, H * E].
       cache, cache_len: read-only, what cache_len [B] earlier rows left; every query sees them.
       n_valid: int [B], how many of the rows exist, where padding follows; None: all. Attention
         needs no such thing: rows that exist never look at padding behind them.
@@ -204,7 +211,7 @@ class DecoderLayer(nn.Module):
         self,
         x: jax.Array,
         positions: jax.Array,
-        mask: jax.Array,
+        mask: Mask,
         cache: Rows | None = None,
         cache_len: jax.Array | None = None,
         n_valid: jax.Array | None = None,

@@ -60,3 +60,20 @@ def causal_mask(n_rows: int) -> jax.Array:
     """Returns bool [1, T, T]: row t sees rows 0..t."""
     row = jnp.arange(n_rows)
     return (row[None, :] <= row[:, None])[None]
+
+
+def segment_mask(segments: jax.Array) -> jax.Array:
+    """Returns bool [B, T, T]: both tokens are of one segment [B, T], and none is padding (0)."""
+    same = segments[:, :, None] == segments[:, None, :]
+    return same & (segments > 0)[:, :, None]
+
+
+def segment_positions(segments: jax.Array) -> jax.Array:
+    """Returns int [B, T]: how far each token is from the first of its segment.
+
+    Segments [B, T] are numbered 1, 2, ... in order; 0 is padding, wherever it is.
+    """
+    time, segments = jnp.arange(segments.shape[1]), segments.astype(jnp.int32)
+    before = jnp.pad(jax.lax.cummax(segments, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    starts = jnp.where(segments > before, time, 0)
+    return time - jax.lax.cummax(starts, axis=1)

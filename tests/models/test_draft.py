@@ -1,6 +1,7 @@
 """The draft module: training sees what decoding sees; where it starts; which pairs are refused."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,41 @@ def test_a_traced_fill_computes_every_row_type_and_the_same(target, hidden, make
         np.testing.assert_allclose(
             traced(fill), distill.draft_outputs(*args, fill, "exact"), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    ("draft", "mode"),
+    [
+        (ONE_LAYER["one type"], "exact"),
+        (ONE_LAYER["a type for two depths"], "reference"),
+        (ONE_LAYER["a stage per layer"], "exact"),
+        (TYPE_PER_DEPTH["two layers"], "reference"),
+        (TYPE_PER_DEPTH["uneven stages"], "exact"),
+    ],
+    ids=str,
+)
+def test_attention_by_depth_is_that_under_the_mask(target, make_params, draft, mode):
+    """At every fill, static and traced, packed and padded, with and without rematerialisation."""
+    params = make_params(draft)
+    hidden = model.hidden_states(target.config, target.params, np.arange(2 * 17).reshape(2, 17))
+    segments = jnp.asarray([[1] * 17, [1] * 4 + [2] + [3] * 10 + [0] * 2])
+    args = (target.config, draft)
+
+    def run(params, fill, **options):
+        out = distill.draft_outputs(*args, params, hidden, segments, fill, mode, **options)
+        out = jnp.where(segments[..., None] > 0, out, 0)
+        return jnp.sum(jnp.sin(out)), out
+
+    grad = jax.jit(
+        jax.grad(run, has_aux=True), static_argnums=1, static_argnames=("dense", "remat")
+    )
+    traced = jax.jit(lambda fill: run(params, fill)[1])
+    for fill in range(1, draft.n_stages + 1):
+        want = grad(params, fill, dense=True)
+        same = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+        jax.tree.map(same, grad(params, fill), want)
+        same(traced(fill), want[1])
+    jax.tree.map(same, grad(params, fill, remat=True), want)
 
 
 @pytest.mark.parametrize("fill", [0, 4, -1, np.int64(0), jnp.int32(9)])
