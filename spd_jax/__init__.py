@@ -2,7 +2,7 @@
 
 from spd_jax.api import decode, draft_predictions, generate, pdm_loss, target_logits
 from spd_jax.checks import ConfigError
-from spd_jax.config import DraftConfig, PipelineConfig, SamplingConfig
+from spd_jax.config import DraftConfig, LossConfig, PipelineConfig, SamplingConfig
 from spd_jax.loading import init_draft, load_draft, load_target
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.results import DecodeResult, DecodeStats
@@ -13,6 +13,7 @@ __all__ = [
     "DecodeStats",
     "Draft",
     "DraftConfig",
+    "LossConfig",
     "PipelineConfig",
     "SamplingConfig",
     "Target",

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spd_jax.checks import ConfigError, as_ints
-from spd_jax.config import SamplingConfig
+from spd_jax.config import LossConfig, SamplingConfig
 from spd_jax.engines import (
     build_engine,
     check_belongs,
@@ -224,6 +224,7 @@ def pdm_loss(
     fill: jax.Array | int,
     temperature: float = 1.0,
     mask_mode: str = "exact",
+    loss: LossConfig = distill.KL,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The distillation loss of a draft module on a batch, differentiable in the draft.
 
@@ -231,14 +232,18 @@ def pdm_loss(
 
     Args:
       batch: input_ids, attention_mask and labels, int [B, T]; label -100 is ignored, label t is
-        scored against the prediction made at t-1.
+        scored against the prediction made at t-1. attention_mask is 0 on padding and else 1, or
+        1, 2, ... where a row holds several texts.
       fill: tokens in flight to simulate, 1..N.
       temperature: of both distributions; the loss is multiplied by its square.
       mask_mode: "exact" (what decoding does) or "reference" (as published).
+      loss: what the distributions are compared by; KL by default.
 
     Returns:
-      The loss (mean KL over valid positions) and metrics: accuracy, coverage, n_valid.
+      The loss (mean over valid positions) and metrics: accuracy, coverage, n_valid.
     """
+    if not isinstance(loss, LossConfig):
+        raise ConfigError(f"loss must be a LossConfig, got {loss!r}")
     check_belongs(target, draft)
     _check_batch(target, batch)
     if not is_traced(temperature) and not 0 < temperature < np.inf:
@@ -252,6 +257,7 @@ def pdm_loss(
         fill=fill,
         temperature=temperature,
         mask_mode=mask_mode,
+        loss=loss,
     )
 
 
@@ -306,6 +312,11 @@ def _check_batch(target: Target, batch: dict[str, jax.Array]) -> None:
         check_ids(target, np.ravel(batch["input_ids"]), "input_ids")
         labels = np.ravel(batch["labels"])
         check_ids(target, np.where(labels == distill.IGNORED, 0, labels), "labels")
+        if target.config.delta is not None and np.max(batch["attention_mask"], initial=0) > 1:
+            raise ConfigError(
+                "batch: attention_mask numbers several texts in a row, which delta-nets cannot "
+                "keep apart; give each text a row"
+            )
 
 
 def _scored_ids(target: Target, input_ids: Sequence[int] | jax.Array) -> jax.Array:
@@ -331,12 +342,10 @@ def _score(params, input_ids, config, hidden_states):
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _predict(params, draft_params, input_ids, fills, config, draft, mask_mode):
     hidden = model.hidden_states(config, params, input_ids)
-    everywhere = jnp.ones(input_ids.shape, bool)
+    one_text = jnp.ones_like(input_ids)
 
     def at_fill(fill):
-        out = distill.draft_outputs(
-            config, draft, draft_params, hidden, everywhere, fill, mask_mode
-        )
+        out = distill.draft_outputs(config, draft, draft_params, hidden, one_text, fill, mask_mode)
         logits = pdm.logits(config, draft, draft_params, params, out)
         return argmax_lowest(logits[0])
 

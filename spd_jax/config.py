@@ -305,6 +305,38 @@ class SamplingConfig:
         )
 
 
+LOSS_NAMES = ("kl", "reverse_kl", "js", "tv", "ce", "hybrid")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What a draft's distribution q is trained for, against the target's p."""
+
+    name: str = "kl"
+    """kl: KL(p || q), as published; reverse_kl: KL(q || p); js: Jensen-Shannon; tv: total
+    variation, 1 minus the chance of acceptance; ce: cross-entropy on the target's choice; hybrid:
+    kl and tv."""
+    outside: str = "renormalise"
+    """renormalise: p is what the target gives among the draft ids alone, as published; miss: the
+    target's mass on other ids is there too, and lost to the draft."""
+    tv_weight: float = 0.5
+    """Share of tv in hybrid."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.name in LOSS_NAMES,
+            f"loss must be one of {', '.join(LOSS_NAMES)}, got {self.name!r}",
+        )
+        require(
+            self.outside in ("renormalise", "miss"),
+            f"outside must be 'renormalise' or 'miss', got {self.outside!r}",
+        )
+        require(
+            is_number(self.tv_weight) and 0 <= self.tv_weight <= 1,
+            f"tv_weight must be from 0 to 1, got {self.tv_weight!r}",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     """A target of L layers cut into N contiguous stages.

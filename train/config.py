@@ -10,11 +10,11 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from spd_jax.checks import ConfigError, suggest
 from spd_jax.commandline import parse_flags
-from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.config import DraftConfig, LossConfig, PipelineConfig, TargetConfig
 from train import configs
 
 
@@ -78,11 +78,23 @@ class TrainConfig:
     """AdamW's weight decay, of matrices only."""
     temperature: float = 1.0
     """Temperature of the distillation loss."""
+    loss: Literal["kl", "reverse_kl", "js", "tv", "ce", "hybrid"] = "kl"
+    """kl: KL(target || draft), as published; reverse_kl: KL(draft || target); js: Jensen-Shannon;
+    tv: total variation, 1 minus the chance of acceptance; ce: cross-entropy on the target's choice;
+    hybrid: kl and tv."""
+    outside: Literal["renormalise", "miss"] = "renormalise"
+    """The target's mass on ids that the draft lacks: renormalise leaves it out, as published; miss
+    counts it as lost, so that a position weighs as much as the draft can win there."""
+    tv_weight: float = 0.5
+    """Share of tv in the hybrid loss."""
     mask_mode: Literal["exact", "reference"] = "exact"
     """exact: a simulated fill sees what decoding sees; reference: as first published."""
     expected_alpha: float | None = None
     """Draw simulated fills as decoding meets them where this share of drafts is accepted. None: N
     half of the time, else uniform from 1..N-1, as first published."""
+    remat: bool = False
+    """Keep only what enters each layer of the draft and compute the rest again for the gradient:
+    less memory, about a third more time in the draft."""
     seed: int = 0
     """Seed of the initial parameters, the data order and the simulated fills."""
 
@@ -114,6 +126,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"{name} must be between 0 and 1, got {value}")
+        LossConfig(tv_weight=self.tv_weight)  # for its error
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be below 2^63, got {self.seed}")
         if self.sequence_len < 2:
@@ -123,6 +136,16 @@ class TrainConfig:
                 f"batch_tokens must hold one row of sequence_len ({self.sequence_len}), got "
                 f"{self.batch_tokens}; raise batch_tokens or lower sequence_len"
             )
+
+    @property
+    def scoring(self) -> dict[str, Any]:
+        """How a draft is compared with its target: settings of `distill.score_positions`."""
+        return {
+            "temperature": self.temperature,
+            "mask_mode": self.mask_mode,
+            "loss": LossConfig(self.loss, self.outside, self.tv_weight),
+            "remat": self.remat,
+        }
 
     def draft_config(
         self, target: TargetConfig, draft_ids: tuple[int, ...] | None, target_sha256: str | None

@@ -24,10 +24,11 @@ SUMS = ("loss", "n_covered", "agree_target", "agree_text")
 EvalStep = Callable[[Any, Any, dict], dict[str, jax.Array]]
 
 
-def make_eval_step(
-    target: TargetConfig, draft: DraftConfig, *, temperature: float = 1.0, mask_mode: str = "exact"
-) -> EvalStep:
-    """Returns the compiled (target_params, draft_params, batch) -> sums [N, B] per fill and row."""
+def make_eval_step(target: TargetConfig, draft: DraftConfig, **settings: Any) -> EvalStep:
+    """Returns the compiled (target_params, draft_params, batch) -> sums [N, B] per fill and row.
+
+    `settings` are those of `score_positions`.
+    """
 
     @jax.jit
     def eval_step(target_params: Any, params: Any, batch: dict) -> dict[str, jax.Array]:
@@ -42,8 +43,7 @@ def make_eval_step(
                 params,
                 *teacher_outputs(target, draft, batch),
                 fill=fill,
-                temperature=temperature,
-                mask_mode=mask_mode,
+                **settings,
             )
             covered = scored & scores.covered_mask
             next_ids = batch["input_ids"][:, 1:]

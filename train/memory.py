@@ -11,14 +11,15 @@ import jax
 from jax.extend.core import Literal
 
 from spd_jax.config import DraftConfig, TargetConfig
-from spd_jax.models import target as model
-from spd_jax.models.distill import kept_states
+from spd_jax.ops.vocabulary import chunk_rows
 from spd_jax.pipeline.sizes import n_bytes
 from train.config import TrainConfig
 from train.data import make_batch
 from train.optimizer import learning_rate, make_optimizer
 from train.step import init_state, make_loss, make_train_step
 from train.teacher import run_target
+
+LOGITS_AT_ONCE = 4  # of a chunk: the target's and the draft's, their exponentials, the gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +30,10 @@ class TrainerBytes:
     draft: int  # weights
     optimizer: int  # its state
     batch: int  # ids, labels, and the hidden states that the target made of them
-    logits: int  # of the target, float32, while it runs: the largest array of its pass
+    logits: int  # float32, of a chunk of positions: the largest array of the target's pass
     gradients: int
-    backward: int  # what the loss keeps for its gradient at fill N, before the compiler fuses
+    backward: int  # what the loss keeps for its gradient at fill N, before the compiler fuses, and
+    # the logits of a chunk of positions
 
     @property
     def total(self) -> int:
@@ -59,31 +61,34 @@ def count_trainer(
     state = jax.eval_shape(lambda params: init_state(params, optimizer, key), draft_params)
 
     batch = _longest_batch(config)
-    outputs = functools.partial(run_target, target, kept_states(target, draft))
-    ids = batch["input_ids"]
-    states, best = jax.eval_shape(outputs, target_params, ids, batch["attention_mask"])
-    hidden = jax.ShapeDtypeStruct((*ids.shape, target.d_model), states.dtype)
-    logits = jax.eval_shape(functools.partial(model.logits, target), target_params, hidden)
+    outputs = functools.partial(run_target, target, draft)
+    inputs = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
+    states, best = jax.eval_shape(outputs, target_params, *inputs)
     batch |= {"states": states, "best": best}
     step = make_train_step(
         target,
         draft,
         optimizer,
         schedule,
-        temperature=config.temperature,
-        mask_mode=config.mask_mode,
         expected_alpha=config.expected_alpha,
+        **config.scoring,
     )
     jax.eval_shape(step, state, target_params, batch)
-    loss = make_loss(target, draft, config.temperature, config.mask_mode)
+    loss = make_loss(target, draft, **config.scoring)
+    n_ids = target.vocab_size if draft.draft_ids is None else len(draft.draft_ids)
+
+    def chunk_bytes(n_logits: int) -> int:
+        return 4 * n_logits * chunk_rows(best.size, n_logits)
+
     return TrainerBytes(
         target=n_bytes(target_params),
         draft=n_bytes(draft_params),
         optimizer=n_bytes(state.opt_state),
         batch=n_bytes(batch),
-        logits=n_bytes(logits),
+        logits=chunk_bytes(target.vocab_size),
         gradients=n_bytes(draft_params),
-        backward=_kept_bytes(
+        backward=LOGITS_AT_ONCE * chunk_bytes(n_ids)
+        + _kept_bytes(
             functools.partial(loss, fill=draft.n_stages), draft_params, target_params, batch
         ),
     )

@@ -115,9 +115,8 @@ def train(this: Run) -> tuple[TrainState, int]:
         draft,
         optimizer,
         schedule,
-        temperature=config.temperature,
-        mask_mode=config.mask_mode,
         expected_alpha=config.expected_alpha,
+        **config.scoring,
     )
     teacher, judge = make_teacher(this, this.corpus), make_judge(this)
     window, n_skipped, judged = MeanMetrics(), 0, None
@@ -176,9 +175,7 @@ def make_judge(this: Run) -> Callable[[Any], dict[str, Any]] | None:
     if not this.heldout:
         return None
     config, rows = this.config, this.heldout.rows[: this.config.eval_rows]
-    eval_step = make_eval_step(
-        this.target.config, this.draft, temperature=config.temperature, mask_mode=config.mask_mode
-    )
+    eval_step = make_eval_step(this.target.config, this.draft, **config.scoring)
     teacher = make_teacher(this, this.heldout)
     return lambda params: evaluate(eval_step, teacher, this.target_params, params, rows, config)
 

@@ -17,7 +17,8 @@ from train.config import TrainConfig
 NAME = "run.json"
 ORDER_FIELDS = ("seed", "sequence_len", "batch_tokens")  # these and the data set the batches
 LOSS_FIELDS = ("steps", "epochs", "lr", "warmup_steps", "schedule", "clip_norm", "b2")
-LOSS_FIELDS += ("weight_decay", "temperature", "mask_mode", "expected_alpha", "dtype")
+LOSS_FIELDS += ("weight_decay", "temperature", "loss", "outside", "tv_weight", "mask_mode")
+LOSS_FIELDS += ("expected_alpha", "dtype")
 
 
 def write_record(workdir: Path, config: TrainConfig, draft: DraftConfig, data_sha256: str) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from spd_jax.config import DraftConfig, TargetConfig
-from spd_jax.models.distill import score_positions, summarise
+from spd_jax.models.distill import count_scores, mean_metrics, score_positions
 from train.teacher import teacher_outputs
 
 
@@ -66,22 +66,19 @@ def draw_fill(key: jax.Array, n_stages: int, expected_alpha: float | None = None
 
 
 def make_loss(
-    target: TargetConfig, draft: DraftConfig, temperature: float, mask_mode: str
+    target: TargetConfig, draft: DraftConfig, **settings: Any
 ) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """Returns (draft params, target params, batch, fill) -> (loss, metrics) at a static fill."""
+    """Returns (draft params, target params, batch, fill) -> (loss, metrics) at a static fill.
+
+    `settings` are those of `score_positions`.
+    """
 
     def loss_fn(params: Any, target_params: Any, batch: dict, fill: int) -> Any:
+        outputs = teacher_outputs(target, draft, batch)
         scores = score_positions(
-            target,
-            draft,
-            target_params,
-            params,
-            *teacher_outputs(target, draft, batch),
-            fill=fill,
-            temperature=temperature,
-            mask_mode=mask_mode,
+            target, draft, target_params, params, *outputs, fill=fill, **settings
         )
-        return summarise(scores, batch["labels"])
+        return mean_metrics(count_scores(scores))
 
     return loss_fn
 
@@ -92,19 +89,18 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
-    temperature: float = 1.0,
-    mask_mode: str = "exact",
     expected_alpha: float | None = None,
+    **settings: Any,
 ) -> TrainStep:
     """Returns the compiled step (state, target_params, batch) -> (state, metrics).
 
     `schedule` is only reported; `batch` is one of `data.training_batches` with the outputs of
-    `teacher.Teacher`.
+    `teacher.Teacher`; `settings` are those of `score_positions`.
 
     A batch without a valid position changes nothing but the count of such batches.
     """
 
-    loss_fn = make_loss(target, draft, temperature, mask_mode)
+    loss_fn = make_loss(target, draft, **settings)
     # One branch a fill: the row types that play no part at it are left out.
     at_fill = [
         jax.value_and_grad(functools.partial(loss_fn, fill=fill), has_aux=True)

@@ -20,14 +20,13 @@ import numpy as np
 from spd_jax.checks import ConfigError
 from spd_jax.config import DraftConfig, TargetConfig
 from spd_jax.models import target as model
-from spd_jax.models.distill import kept_states
-from spd_jax.ops.sampling import argmax_lowest
+from spd_jax.models.distill import kept_states, scored_positions, target_choices
 from spd_jax.weights.files import one_line
 from train.data import Corpus
 
 
 class Teacher:
-    """Adds `states` [B, T, K, D] and `best` [B, T] to batches of one corpus."""
+    """Adds `states` [B, T, K, D] and, for drafts of some ids, `best` [B, T] to batches."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class Teacher:
         corpus: Corpus,
         cache: StateCache | None = None,
     ) -> None:
-        self._outputs = jax.jit(functools.partial(run_target, target, kept_states(target, draft)))
+        self._outputs = jax.jit(functools.partial(run_target, target, draft))
         self._params, self._rows, self._cache = params, corpus.rows, cache
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -51,7 +50,10 @@ class Teacher:
             states, best = jax.device_put(known)
         else:
             states, best = self._outputs(
-                self._params, on_device["input_ids"], on_device["attention_mask"]
+                self._params,
+                on_device["input_ids"],
+                on_device["attention_mask"],
+                on_device["labels"],
             )
             if self._cache:
                 self._cache.write(numbers, lens, *jax.device_get((states, best)))
@@ -60,28 +62,34 @@ class Teacher:
 
 def run_target(
     target: TargetConfig,
-    kept: tuple[int, ...],
+    draft: DraftConfig,
     params: Any,
     input_ids: jax.Array,
-    valid: jax.Array,
+    segments: jax.Array,
+    labels: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the hidden states `kept` [B, T, K, D], zero on padding, and choices [B, T].
+    """Returns the hidden states a draft needs [B, T, K, D], zero on padding, and choices [B, T].
+
+    Choices are there where they are scored; a draft that has all ids needs none.
 
     Args:
-      input_ids: int [B, T]; valid: int [B, T], 0 on padding.
+      input_ids, segments, labels: int [B, T]; segments are 0 on padding.
     """
-    hidden = model.hidden_states(target, params, input_ids)
-    best = argmax_lowest(model.logits(target, params, hidden[-1]))
-    states = jnp.stack([hidden[b] for b in kept], axis=2)
-    return jnp.where(valid[..., None, None] > 0, states, 0), best
+    hidden = model.hidden_states(target, params, input_ids, segments)
+    states = jnp.stack([hidden[b] for b in kept_states(target, draft)], axis=2)
+    best = jnp.zeros(input_ids.shape, jnp.int32)
+    if draft.draft_ids is not None:
+        scored = scored_positions(labels, segments)
+        best = best.at[:, :-1].set(target_choices(target, params, hidden[-1], scored))
+    return jnp.where(segments[..., None, None] > 0, states, 0), best
 
 
 def teacher_outputs(
     target: TargetConfig, draft: DraftConfig, batch: dict[str, jax.Array]
-) -> tuple[dict[int, jax.Array], jax.Array, jax.Array]:
-    """Returns what scoring takes from a Teacher's batch: hidden states, choices, valid mask."""
+) -> tuple[dict[int, jax.Array], jax.Array, jax.Array, jax.Array]:
+    """Returns what scoring takes from a Teacher's batch: hidden states, choices, texts, labels."""
     states = {b: batch["states"][:, :, k] for k, b in enumerate(kept_states(target, draft))}
-    return states, batch["best"], batch["attention_mask"] > 0
+    return states, batch["best"][:, :-1], batch["attention_mask"], batch["labels"]
 
 
 def _claim_blocks(paths: Sequence[Path]) -> None:

@@ -1,6 +1,6 @@
 """Scoring a draft module against its target on whole sequences, teacher-forced.
 
-target hidden states -> anchors -> PDM under the structural mask -> logits over the draft ids.
+target hidden states -> anchors -> PDM -> loss over the draft ids at the scored positions.
 """
 
 from __future__ import annotations
@@ -13,34 +13,51 @@ import jax.numpy as jnp
 import numpy as np
 
 from spd_jax.checks import ConfigError, as_ints
-from spd_jax.config import (
-    AnyDraftConfig,
-    TargetConfig,
-    V10DraftConfig,
-)
+from spd_jax.config import AnyDraftConfig, LossConfig, TargetConfig, V10DraftConfig
 from spd_jax.models import draft as pdm
 from spd_jax.models import draft_v10
 from spd_jax.models import target as model
-from spd_jax.ops.linear import linear
-from spd_jax.ops.losses import kl_divergence, masked_mean
-from spd_jax.ops.sampling import argmax_lowest
+from spd_jax.ops.vocabulary import best_ids, vocabulary_loss
 
 IGNORED = -100  # a label that is not scored
 Hidden = Sequence[jax.Array] | Mapping[int, jax.Array]  # [B, T, D] by hidden-state index
+KL = LossConfig()
 
 
 class Scores(NamedTuple):
-    """The prediction made at each position but the last, [B, T-1]."""
+    """The prediction made at each position but the last, [B, T-1]; zeros where none is scored."""
 
-    loss: jax.Array  # float32, temperature^2 * KL(target || draft) over the draft ids
+    total: jax.Array  # float32 [], the sum of the losses where valid: what gradients come from
+    loss: jax.Array  # float32, temperature^2 * the divergence
     guess: jax.Array  # int32, the draft's choice, a full-vocabulary id
     best: jax.Array  # int32, the target's choice
+    scored_mask: jax.Array  # bool, the next token of this text has a label
     covered_mask: jax.Array  # bool, the target's choice is a draft id
+    valid_mask: (
+        jax.Array
+    )  # bool, what is learnt from: scored and, but for losses that miss, covered
 
 
 def kept_states(target: TargetConfig, draft: AnyDraftConfig) -> tuple[int, ...]:
     """The hidden-state indices that scoring reads: the anchors, and L for the target's head."""
     return tuple(sorted({*draft.anchors, target.n_layers}))
+
+
+def scored_positions(labels: jax.Array, segments: jax.Array) -> jax.Array:
+    """Returns bool [B, T-1]: the token at t+1 has a label, and t is of the same text."""
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    return same & (labels[:, 1:] != IGNORED)
+
+
+def target_choices(
+    target: TargetConfig, params: dict, x: jax.Array, scored_mask: jax.Array
+) -> jax.Array:
+    """Returns the target's choices int32 [B, T-1] from its last hidden states [B, T, D]."""
+    rows = model.normed(target, params, x[:, :-1])
+    best = best_ids(
+        rows.reshape(-1, rows.shape[-1]), model.head_weight(params), scored_mask.reshape(-1)
+    )
+    return best.reshape(scored_mask.shape)
 
 
 def draft_outputs(
@@ -76,51 +93,83 @@ def score_positions(
     target_params: dict,
     draft_params: dict,
     hidden: Hidden,
-    best: jax.Array,
-    valid_mask: jax.Array,
+    best: jax.Array | None,
+    segments: jax.Array,
+    labels: jax.Array,
     *,
     fill: jax.Array | int,
     temperature: float = 1.0,
     mask_mode: str = "exact",
+    loss: LossConfig = KL,
+    **options: bool,
 ) -> Scores:
-    """Runs the draft at a simulated fill and compares it with the target at every position.
+    """Runs the draft at a simulated fill and compares it with the target where labels follow.
 
     Args:
-      hidden: the target's hidden states of `kept_states`; best: int [B, T], its choices.
-      valid_mask: bool [B, T], False on padding.
+      hidden: the target's hidden states of `kept_states`.
+      best: int [B, T-1], its choices where scored; not needed where the draft has all ids.
+      segments: int [B, T], the text of each token, 0 on padding; labels: int [B, T].
+      options: as in `draft.forward`.
     """
-    out = draft_outputs(target, draft, draft_params, hidden, valid_mask, fill, mask_mode)
-    student = pdm.logits(target, draft, draft_params, target_params, out[:, :-1])
-    x = model.normed(target, target_params, hidden[target.n_layers][:, :-1])
-    head, guess = model.head_weight(target_params), argmax_lowest(student)
-    best = best[:, :-1]
-    covered = jnp.ones(best.shape, bool)
+    out = draft_outputs(target, draft, draft_params, hidden, segments, fill, mask_mode, **options)
+    scored = scored_positions(labels, segments)
+    head = jax.lax.stop_gradient(model.head_weight(target_params))
+    covered, valid, columns = jnp.ones(scored.shape, bool), scored, None
     if draft.draft_ids is not None:
         ids = np.asarray(draft.draft_ids, np.int32)
-        head, guess = head[ids], jnp.asarray(ids)[guess]
         covered = jnp.asarray(np.isin(np.arange(target.vocab_size), ids))[best]
-    teacher = jax.lax.stop_gradient(linear(x, head, jnp.float32))
-    loss = kl_divergence(teacher, student, temperature) * temperature**2
-    return Scores(loss, guess, best, covered)
+        misses = loss.outside == "miss" and loss.name != "ce"
+        valid = scored if misses else scored & covered
+        head, columns = (head, ids) if loss.outside == "miss" else (head[ids], None)
+
+    def normed_rows(x: jax.Array) -> jax.Array:  # [B, T, D] -> [B * (T-1), D]
+        x = model.normed(target, target_params, x[:, :-1])
+        return x.reshape(-1, x.shape[-1])
+
+    total, rows = vocabulary_loss(
+        loss,
+        draft.head == "own",
+        normed_rows(out),
+        pdm.head_weight(draft, draft_params, target_params),
+        jax.lax.stop_gradient(normed_rows(hidden[target.n_layers])),
+        head,
+        columns,
+        temperature,
+        scored.reshape(-1),
+        valid.reshape(-1).astype(jnp.float32),
+    )
+    losses, guess, named = (x.reshape(scored.shape) for x in rows)
+    if draft.draft_ids is not None:
+        guess = jnp.asarray(ids)[guess]
+    best = named if draft.draft_ids is None else best
+    return Scores(total, losses, guess, best, scored, covered, valid)
 
 
-def summarise(scores: Scores, labels: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Reduces scores to the loss and its metrics; `labels` int [B, T].
+def count_scores(scores: Scores) -> dict[str, jax.Array]:
+    """Returns sums: loss and n_right over n_valid positions, n_covered of n_scored."""
+    valid = scores.valid_mask
+    return {
+        "loss": scores.total,
+        "n_valid": jnp.sum(valid),
+        "n_right": jnp.sum(valid & (scores.guess == scores.best)),
+        "n_scored": jnp.sum(scores.scored_mask),
+        "n_covered": jnp.sum(scores.scored_mask & scores.covered_mask),
+    }
 
-    A position t is valid where the label at t+1 is not -100 and the target's choice is a draft
-    id.
+
+def mean_metrics(sums: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Reduces `count_scores`, of one batch or added up, to the loss and its metrics.
 
     Returns:
       The mean loss over valid positions, and accuracy (the draft's choice is the target's, on
-      valid positions), coverage (share of labelled positions whose target choice is a draft id)
-      and n_valid.
+      valid positions), coverage (share of scored positions whose target choice is a draft id) and
+      n_valid.
     """
-    labelled = labels[:, 1:] != IGNORED
-    valid = labelled & scores.covered_mask
-    return masked_mean(scores.loss, valid), {
-        "accuracy": masked_mean((scores.guess == scores.best).astype(jnp.float32), valid),
-        "coverage": masked_mean(scores.covered_mask.astype(jnp.float32), labelled),
-        "n_valid": jnp.sum(valid),
+    n_valid = jnp.maximum(sums["n_valid"], 1)
+    return sums["loss"] / n_valid, {
+        "accuracy": sums["n_right"] / n_valid,
+        "coverage": sums["n_covered"] / jnp.maximum(sums["n_scored"], 1),
+        "n_valid": sums["n_valid"],
     }
 
 
@@ -130,28 +179,21 @@ def distillation_loss(
     target_params: dict,
     draft_params: dict,
     batch: dict[str, jax.Array],
-    *,
-    fill: jax.Array | int,
-    temperature: float = 1.0,
-    mask_mode: str = "exact",
+    **settings: object,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Runs the target and scores the draft on a batch; results as in `summarise`.
+    """Runs the target and scores the draft on a batch; results as of `mean_metrics`.
 
-    `batch` holds input_ids, attention_mask and labels, int [B, T].
+    `batch` holds input_ids, attention_mask (the text of each token, 0 on padding) and labels, int
+    [B, T]; `settings` are those of `score_positions`.
     """
-    hidden = model.hidden_states(target, target_params, batch["input_ids"])
+    segments, labels = batch["attention_mask"], batch["labels"]
+    hidden = model.hidden_states(target, target_params, batch["input_ids"], segments)
     hidden = jax.lax.stop_gradient(hidden)
-    best = argmax_lowest(model.logits(target, target_params, hidden[-1]))
+    scored = scored_positions(labels, segments)
+    best = None
+    if draft.draft_ids is not None:
+        best = target_choices(target, target_params, hidden[-1], scored)
     scores = score_positions(
-        target,
-        draft,
-        target_params,
-        draft_params,
-        hidden,
-        best,
-        batch["attention_mask"] > 0,
-        fill=fill,
-        temperature=temperature,
-        mask_mode=mask_mode,
+        target, draft, target_params, draft_params, hidden, best, segments, labels, **settings
     )
-    return summarise(scores, batch["labels"])
+    return mean_metrics(count_scores(scores))

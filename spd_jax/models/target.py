@@ -19,7 +19,8 @@ from jax import lax
 from spd_jax.config import LayerKind, TargetConfig
 from spd_jax.models.cache import Rows
 from spd_jax.models.layers import DecoderLayer, norm_scale
-from spd_jax.ops.attention import causal_mask
+from spd_jax.ops.attention import causal_mask, segment_positions
+from spd_jax.ops.depth_attention import attend_causally
 from spd_jax.ops.linear import linear
 from spd_jax.ops.norms import rms_norm
 
@@ -85,12 +86,23 @@ def run_if(active: jax.Array, work: Callable[[], Any]) -> Any:
     return lax.cond(active, work, skip)
 
 
-def hidden_states(config: TargetConfig, params: dict, input_ids: jax.Array) -> list[jax.Array]:
-    """Returns the L+1 hidden states [B, T, D] of int ids [B, T], the last before the final norm."""
-    n_batch, n_rows = input_ids.shape
+def hidden_states(
+    config: TargetConfig, params: dict, input_ids: jax.Array, segments: jax.Array | None = None
+) -> list[jax.Array]:
+    """Returns the L+1 hidden states [B, T, D] of int ids [B, T], the last before the final norm.
+
+    With `segments` int [B, T] a row holds texts 1, 2, ... that do not see each other, 0 is padding,
+    and scores are made for a part of the queries at a time. Delta-nets take a row for one text.
+    """
     x = embed(params, input_ids)
-    positions = jnp.broadcast_to(jnp.arange(n_rows), (n_batch, n_rows))
-    outputs, _ = run_layers(config, params["layers"], x, positions, causal_mask(n_rows))
+    if segments is None:
+        n_batch, n_rows = input_ids.shape
+        positions = jnp.broadcast_to(jnp.arange(n_rows), (n_batch, n_rows))
+        mask = causal_mask(n_rows)
+    else:
+        positions = segment_positions(segments)
+        mask = functools.partial(attend_causally, segments=segments)
+    outputs, _ = run_layers(config, params["layers"], x, positions, mask)
     return [x, *outputs]
 
 

@@ -15,7 +15,6 @@ from spd_jax.engines import build_engine
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft
 from spd_jax.models.cache import init_cache
-from spd_jax.models.distill import kept_states
 from spd_jax.models.draft import check_pair, check_row_types, init_params
 from spd_jax.pipeline.programs import cache_capacity, prefill
 from spd_jax.pipeline.state import Inputs
@@ -120,10 +119,11 @@ def test_the_backward_estimate_is_near_what_the_compiler_allocates():
     init = functools.partial(init_params, target, draft)
     draft_params = jax.eval_shape(init, params, jax.random.key(0))
     batch = memory._longest_batch(config)
-    outputs = functools.partial(run_target, target, kept_states(target, draft))
-    states, best = jax.eval_shape(outputs, params, batch["input_ids"], batch["attention_mask"])
+    outputs = functools.partial(run_target, target, draft)
+    inputs = (batch[name] for name in ("input_ids", "attention_mask", "labels"))
+    states, best = jax.eval_shape(outputs, params, *inputs)
     batch |= {"states": states, "best": best}
-    loss = functools.partial(make_loss(target, draft, 1.0, "exact"), fill=draft.n_stages)
+    loss = functools.partial(make_loss(target, draft), fill=draft.n_stages)
     compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(draft_params, params, batch).compile()
     allocated = compiled.memory_analysis().temp_size_in_bytes
     assert 0.7 < plan.trainer.backward / allocated < 1.3

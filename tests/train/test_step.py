@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from spd_jax.models.distill import score_positions, summarise
+from spd_jax.models.distill import count_scores, mean_metrics, score_positions
 from spd_jax.models.draft import init_params
 from train.config import TrainConfig
 from train.data import make_batch
@@ -114,7 +114,7 @@ def test_a_step_at_a_fill_is_the_gradient_over_all_row_types(small, corpus):
 
     def loss(params, fill):
         scores = score_positions(small.target, draft, small.target_params, params, *kept, fill=fill)
-        return summarise(scores, batch["labels"])[0]
+        return mean_metrics(count_scores(scores))[0]
 
     for fill in (1, 2, 3):
         got = jax.jit(jax.value_and_grad(lambda p, fill=fill: loss(p, fill)))(params)
@@ -136,7 +136,7 @@ def test_a_steps_loss_is_that_of_its_fill(small, corpus, state, train_step):
                 scores = score_positions(
                     small.target, small.draft, small.target_params, params, *kept, fill=fill
                 )
-                want = summarise(scores, batch["labels"])[0]
+                want = mean_metrics(count_scores(scores))[0]
             assert float(metrics["loss"]) == pytest.approx(float(want), rel=1e-4)
             seen.add(fill)
     assert len(seen) > 1

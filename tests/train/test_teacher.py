@@ -10,10 +10,11 @@ import pytest
 
 from spd_jax.checks import ConfigError
 from spd_jax.models.distill import (
+    count_scores,
     distillation_loss,
     kept_states,
+    mean_metrics,
     score_positions,
-    summarise,
 )
 from spd_jax.models.draft import init_params
 from train import teacher as teacher_module
@@ -41,7 +42,7 @@ def test_kept_states_score_as_the_whole_target_does(small, corpus, head, draft_i
     def from_kept(target_params, params, taught):
         kept = teacher_outputs(small.target, draft, taught)
         scores = score_positions(small.target, draft, target_params, params, *kept, **settings)
-        return summarise(scores, taught["labels"])
+        return mean_metrics(count_scores(scores))
 
     loss, same = jax.jit(from_kept)(small.target_params, params, taught)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
