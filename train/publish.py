@@ -7,6 +7,7 @@ what a user of the head has to know.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import shutil
 import sys
@@ -115,7 +116,7 @@ def model_card(
         "",
         *_data(config, origin),
         *_settings(config, origin.command),
-        *_figures(position, judged),
+        *_figures(position, config, judged),
         *_use(config),
     ]
     return "\n".join(lines) + "\n"
@@ -161,9 +162,10 @@ def _architecture(draft: DraftConfig, target: TargetConfig | None) -> list[str]:
         width = mlp_width(target.d_ff, width)
     stages = f"trained for {draft.n_stages} stages"
     stages += f" of {', '.join(map(str, split))} layers" if split else ""
+    layers = f"{draft.n_layers} layer{'s' if draft.n_layers > 1 else ''}"
     return [
         *lines,
-        f"{stages}, anchors {list(draft.anchors)}, {draft.n_layers} layers, {n_ids} draft ids",
+        f"{stages}, anchors {list(draft.anchors)}, {layers}, {n_ids} draft ids",
         f"MLP width {width or 'of the target'}, feature_norm {draft.feature_norm}, qk_norm "
         f"{str(draft.qk_norm).lower()}, head {draft.head}; stored in bfloat16",
     ]
@@ -223,7 +225,9 @@ def _settings(config: TrainConfig, command: str | None) -> list[str]:
     return lines
 
 
-def _figures(position: int, judged: tuple[int, dict[str, Any]] | None) -> list[str]:
+def _figures(
+    position: int, config: TrainConfig, judged: tuple[int, dict[str, Any]] | None
+) -> list[str]:
     judged_at, groups = judged or (position, {})
     if not groups:
         return []
@@ -233,8 +237,8 @@ def _figures(position: int, judged: tuple[int, dict[str, Any]] | None) -> list[s
     lines = [
         "## Figures",
         "",
-        f"On held-out text{when}, by the temperature it was written at; means over fills 1..N. "
-        "2-gram lookup is the baseline, on the same positions.",
+        f"On held-out text{when}, {config.eval_rows} rows at most, by the temperature it was "
+        "written at; means over fills 1..N. 2-gram lookup is the baseline, on the same positions.",
         "",
         *_table(["text", *(COLUMNS[name] for name in names)], rows),
         "",
@@ -270,7 +274,7 @@ def _use(config: TrainConfig) -> list[str]:
         "```python",
         "import spd_jax",
         "",
-        f"target = spd_jax.load_target({name!r})",
+        f"target = spd_jax.load_target({json.dumps(name)})",
         'draft = spd_jax.load_draft("path/to/head", target)',
         'result = spd_jax.decode(target, draft, "Why is the sky blue?", max_new_tokens=128)',
         "print(result.text, result.stats.alpha, result.stats.tau)",

@@ -28,12 +28,14 @@ def test_a_card_says_when_its_figures_were_taken():
     config = named_config("tiny_n4")
     groups = {"all": RATES, "T=0": RATES | {"agree_text": 0.75}}
     card = model_card(9, config, DRAFT, (9, groups))
-    assert "On held-out text, by" in card
+    assert "On held-out text, 64 rows at most, by" in card
     first, second = table_rows(card, "text")
     assert first["text"] == "all" and first["agreement with the text"] == "0.500"
     assert (first["2-gram lookup"], first["positions"]) == ("0.125", "7,000")
     assert second["agreement with the text"] == "0.750"
-    assert "On held-out text at batch 5, by" in model_card(9, config, DRAFT, (5, {"all": RATES}))
+    assert "On held-out text at batch 5, 64 rows" in model_card(
+        9, config, DRAFT, (5, {"all": RATES})
+    )
     assert "held-out" not in model_card(9, config, DRAFT, None)
 
 
