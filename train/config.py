@@ -110,6 +110,8 @@ class TrainConfig:
     """Checkpoints and heads kept."""
     max_minutes: float | None = None
     """Save and stop after so many minutes; the same command goes on from there."""
+    license: str | None = None
+    """Licence of the trained head, such as apache-2.0, for its card. None: the card names none."""
 
     def __post_init__(self) -> None:
         for name in ("batch_tokens", "sequence_len", "log_every", "eval_every", "eval_rows"):

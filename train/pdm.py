@@ -267,7 +267,10 @@ def check_step(metrics: dict[str, Any], position: int, n_skipped: int) -> None:
 def save(this: Run, state: TrainState, judged: tuple[int, dict[str, Any]] | None) -> None:
     """Writes a head directory, then the checkpoint: where that exists the head does too."""
     heads, target = this.workdir / "heads", this.target.config
-    save_run_head(heads, state.position, this.config, this.draft, target, state.params, judged)
+    save_run_head(
+        heads, state.position, this.config, this.draft, target, state.params, judged,
+        (this.corpus, this.heldout),
+    )  # fmt: skip
     save_state(this.workdir / "checkpoints", state, this.config.keep)
 
 

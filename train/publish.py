@@ -1,16 +1,53 @@
-"""The head directories of a run: what `--draft` takes, one beside each checkpoint."""
+"""The head directories of a run: what `--draft` takes, one beside each checkpoint, with its card.
+
+settings + data + held-out figures -> README.md: YAML front matter as on the Hugging Face hub, then
+what a user of the head has to know.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shlex
 import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from spd_jax.config import DraftConfig, TargetConfig
+from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.models.draft import mlp_width
 from spd_jax.weights.heads import save_head
 from train.config import TrainConfig
+from train.data import Corpus
+
+HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # of targets with a short name
+TAGS = ["speculative-decoding", "speculative-pipeline-decoding", "draft-model", "jax"]
+# Held-out figures and their headings, in order; a figure that no group has gets no column.
+COLUMNS = {
+    "n_scored": "positions",
+    "agree_text": "agreement with the text",
+    "agree_target": "with the target's choice",
+    "lookup": "2-gram lookup",
+    "alpha": "alpha",
+    "tau": "tau",
+    "coverage": "coverage",
+    "loss": "loss (nats)",
+}
+BY_FILL = {"agree_text_by_fill": "with the text", "agree_target_by_fill": "with the target"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a card tells beside the settings; what is None is left out."""
+
+    target: TargetConfig | None = None
+    training: Corpus | None = None
+    heldout: Corpus | None = None
+    command: str | None = None  # that started the run
 
 
 def save_run_head(
@@ -21,15 +58,17 @@ def save_run_head(
     target: TargetConfig,
     params: Any,
     judged: tuple[int, dict[str, Any]] | None,
+    corpora: tuple[Corpus | None, Corpus | None] = (None, None),
 ) -> None:
     """Writes directory/<position> in bfloat16; of those up to it, the newest `config.keep` stay.
 
     Args:
       judged: the last held-out figures, and after how many batches they were taken.
+      corpora: what was trained on, and what was held out.
     Raises:
       ConfigError: the disk refuses.
     """
-    card = model_card(position, config, draft, judged)
+    card = model_card(position, config, draft, judged, Origin(target, *corpora, command_line()))
     save_head(directory / str(position), draft, target, jax.device_get(params), card)
     numbered = sorted((int(p.name), p) for p in directory.iterdir() if p.name.isdecimal())
     older = [path for number, path in numbered if number <= position]
@@ -37,31 +76,225 @@ def save_run_head(
         shutil.rmtree(path)
 
 
+def command_line(argv: Sequence[str] | None = None) -> str | None:
+    """Returns the command that started this process; None where that was not the trainer."""
+    argv = list(sys.orig_argv if argv is None else argv)
+    module = ["-m", "train.pdm"]
+    starts = [i for i in range(len(argv)) if argv[i : i + 2] == module]
+    return shlex.join(["python", *argv[starts[0] :]]) if starts else None
+
+
 def model_card(
     position: int,
     config: TrainConfig,
     draft: DraftConfig,
     judged: tuple[int, dict[str, Any]] | None,
+    origin: Origin | None = None,
 ) -> str:
-    """Returns the card of a head (Markdown)."""
-    n_ids = "all" if draft.draft_ids is None else len(draft.draft_ids)
+    """Returns the card of a head (Markdown with YAML front matter).
+
+    Args:
+      position: batches trained on.
+      judged: the last held-out figures by group, and after how many batches they were taken.
+    """
+    origin = origin or Origin()
     lines = [
-        f"# Pipeline draft module for {config.target}",
+        *_front_matter(config),
+        f"# Pipeline draft module for {_shown_target(config)}",
         "",
-        f"- trained for {draft.n_stages} stages, anchors {list(draft.anchors)}, "
-        f"{draft.n_layers} layers, {n_ids} draft ids",
-        f"- {position} batches of up to {config.batch_tokens} tokens, distilled from the target "
-        f"(sha256 {draft.target_sha256}) on text it wrote itself",
+        "A draft head for Speculative Pipeline Decoding with spd_jax: it guesses tokens while they "
+        "pass through the target's pipeline stages. The target verifies every guess, so the text "
+        "is the target's own whatever the head is worth; the head decides how fast it comes.",
+        "",
+        "## Target and architecture",
+        "",
+        *(f"- {line}" for line in _architecture(draft, origin.target)),
+        "",
+        "## Training",
+        "",
+        *(f"- {line}" for line in _training(position, config)),
+        "",
+        *_data(config, origin),
+        *_settings(config, origin.command),
+        *_figures(position, config, judged),
+        *_use(config),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def hub_id(target: str) -> str | None:
+    """Returns the Hugging Face id of a target by its name; None for a local one."""
+    if target in HUB_IDS:
+        return HUB_IDS[target]
+    parts = target.split("/")
+    is_id = len(parts) == 2 and all(parts) and parts[0] not in (".", "..", "~")
+    return target if is_id and not Path(target).exists() else None
+
+
+def _front_matter(config: TrainConfig) -> list[str]:
+    from huggingface_hub import ModelCardData
+
+    fields = ModelCardData(
+        library_name="spd_jax",
+        license=config.license,
+        base_model=hub_id(config.target),
+        tags=TAGS,
+    )
+    return ["---", fields.to_yaml().rstrip(), "---", ""]
+
+
+def _shown_target(config: TrainConfig) -> str:
+    """The target's name; of a local one the last part of its path."""
+    target = config.target
+    return target if hub_id(target) else Path(target).name or target
+
+
+def _architecture(draft: DraftConfig, target: TargetConfig | None) -> list[str]:
+    n_ids = "all" if draft.draft_ids is None else f"{len(draft.draft_ids):,}"
+    split, width = draft.stage_layers, draft.d_ff
+    lines = [f"target: weights with sha256 `{draft.target_sha256}`"]
+    if target is not None:
+        lines[0] += (
+            f"; {target.model_type}, {target.n_layers} layers, width {target.d_model}, "
+            f"{target.vocab_size:,} ids"
+        )
+        split = PipelineConfig(target.n_layers, draft.n_stages, split).stage_layers
+        width = mlp_width(target.d_ff, width)
+    stages = f"trained for {draft.n_stages} stages"
+    stages += f" of {', '.join(map(str, split))} layers" if split else ""
+    layers = f"{draft.n_layers} layer{'s' if draft.n_layers > 1 else ''}"
+    return [
+        *lines,
+        f"{stages}, anchors {list(draft.anchors)}, {layers}, {n_ids} draft ids",
+        f"MLP width {width or 'of the target'}, feature_norm {draft.feature_norm}, qk_norm "
+        f"{str(draft.qk_norm).lower()}, head {draft.head}; stored in bfloat16",
+    ]
+
+
+def _training(position: int, config: TrainConfig) -> list[str]:
+    lines = [
+        f"{position} batches of up to {config.batch_tokens} tokens, distilled from the target: the "
+        "divergence between its distribution and the draft's over the draft ids"
     ]
     if config.start_from is not None:
-        lines.append("- begun from the weights of an earlier head, not from the target's layers")
-    judged_at, figures = judged or (position, {})
+        lines.append("begun from the weights of an earlier head, not from the target's layers")
+    return lines
+
+
+def _data(config: TrainConfig, origin: Origin) -> list[str]:
+    used = [
+        ("trained on", config.train_data, origin.training),
+        ("held out", config.heldout_data, origin.heldout),
+    ]
+    rows = []
+    for use, path, corpus in used:
+        if corpus is not None:
+            n_tokens = sum(len(row.ids) for row in corpus.rows)
+            n_scored = sum(int(row.scored_mask.sum()) for row in corpus.rows)
+            counts = (f"{n:,}" for n in (len(corpus.rows), n_tokens, n_scored))
+            rows.append([use, _code(path), *counts, _temperatures(corpus), _code(corpus.sha256)])
+    if not rows:
+        return []
+    heads = ["data", "file", "rows", "tokens", "scored", "temperature: rows", "sha256"]
+    return [
+        *_table(heads, rows),
+        "",
+        "Scored are the ids that the target wrote itself, at these temperatures; the sha256 is "
+        "that of all ids and of which are scored.",
+        "",
+    ]
+
+
+def _temperatures(corpus: Corpus) -> str:
+    counts = sorted(Counter(row.temperature for row in corpus.rows).items())
+    return ", ".join(f"{temperature:g}: {n:,}" for temperature, n in counts)
+
+
+def _settings(config: TrainConfig, command: str | None) -> list[str]:
+    default, rows = TrainConfig(), []
+    for field in dataclasses.fields(TrainConfig):
+        value = getattr(config, field.name)
+        if value != getattr(default, field.name):
+            rows.append([f"`{field.name}`", _code(value)])
+    lines = []
+    if command is not None:
+        lines += ["```", command, "```", ""]
+    if rows:
+        lines += ["Settings that differ from the trainer's defaults:", ""]
+        lines += [*_table(["field", "value"], rows), ""]
+    return lines
+
+
+def _figures(
+    position: int, config: TrainConfig, judged: tuple[int, dict[str, Any]] | None
+) -> list[str]:
+    judged_at, groups = judged or (position, {})
+    if not groups:
+        return []
     when = "" if judged_at == position else f" at batch {judged_at}"
-    for group, rates in figures.items():
-        lines.append(
-            f"- held out{when}, {group}: agreement with the text {rates['agree_text']:.3f}, with "
-            f"the target's choice {rates['agree_target']:.3f} (mean over fills 1..N); 2-gram "
-            f"lookup {rates['lookup']:.3f}; {rates['n_scored']} positions"
-        )
-    lines += ["", "The head fits this target's weights only; other weights are refused.", ""]
-    return "\n".join(lines)
+    names = [name for name in COLUMNS if any(name in rates for rates in groups.values())]
+    rows = [[group, *(_rate(rates.get(name)) for name in names)] for group, rates in groups.items()]
+    lines = [
+        "## Figures",
+        "",
+        f"On held-out text{when}, {config.eval_rows} rows at most, by the temperature it was "
+        "written at; means over fills 1..N. 2-gram lookup is the baseline, on the same positions.",
+        "",
+        *_table(["text", *(COLUMNS[name] for name in names)], rows),
+        "",
+    ]
+    rates = groups.get("all", {})
+    by_fill = {name: rates[name] for name in BY_FILL if isinstance(rates.get(name), list)}
+    if by_fill:
+        fills = range(1, max(map(len, by_fill.values())) + 1)
+        rows = [[BY_FILL[name], *map(_rate, values)] for name, values in by_fill.items()]
+        heads = ["agreement by tokens in flight", *map(str, fills)]
+        lines += [*_table(heads, rows), ""]
+    return lines
+
+
+def _rate(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3f}" if isinstance(value, float) else "-"
+
+
+def _use(config: TrainConfig) -> list[str]:
+    name = config.target if hub_id(config.target) else f"path/to/{_shown_target(config)}"
+    name = "tiny" if config.target == "tiny" else name
+    return [
+        "## Use",
+        "",
+        "From a clone of spd_jax, with this directory as `path/to/head`:",
+        "",
+        "```",
+        f"python -m infer.decode --target {shlex.quote(name)} --draft path/to/head",
+        "```",
+        "",
+        "```python",
+        "import spd_jax",
+        "",
+        f"target = spd_jax.load_target({json.dumps(name)})",
+        'draft = spd_jax.load_draft("path/to/head", target)',
+        'result = spd_jax.decode(target, draft, "Why is the sky blue?", max_new_tokens=128)',
+        "print(result.text, result.stats.alpha, result.stats.tau)",
+        "```",
+        "",
+        "## Limits",
+        "",
+        "- The head fits this target's weights only; other weights are refused.",
+        "- It is no language model of its own: it reads the target's hidden states.",
+        "- It decodes at any number of stages, best at the one it was trained for.",
+        "- The figures are of text like its training data; on other text it may guess worse.",
+    ]
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    heads = list(heads)
+    cells = [heads, ["---"] * len(heads), *rows]
+    return ["| " + " | ".join(str(c).replace("|", "\\|") for c in row) + " |" for row in cells]
+
+
+def _code(value: Any) -> str:
+    return f"`{value}`"

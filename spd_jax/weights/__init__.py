@@ -1,7 +1,7 @@
 """Files <-> parameter trees: the only room that knows checkpoint key names.
 
 `load_target_files` reads a target from wherever it is, `load_target_config` its geometry alone,
-`load_draft_file` a draft module.
+`load_draft_file` a draft module; `heads` and `reference_save` write draft modules.
 """
 
 from __future__ import annotations

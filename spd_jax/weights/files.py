@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from spd_jax.checks import ConfigError
 
@@ -61,12 +61,13 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file so that its name holds either the old content or all of the new."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yields a file to write; when all went well, it takes the name `path` at once."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -76,6 +77,12 @@ def replace_file(path: Path, content: bytes) -> None:
             os.unlink(temporary)
         raise
     sync_directory(path.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file so that its name holds either the old content or all of the new."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 @contextlib.contextmanager

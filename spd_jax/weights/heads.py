@@ -1,17 +1,10 @@
-"""Our published head directories: config.json + model.safetensors + README.md (model card).
-
-A directory appears under its name whole or not at all, whenever the writer is killed.
-"""
+"""Our published head directories: config.json + model.safetensors + README.md (model card)."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import json
-import os
-import shutil
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +16,8 @@ from spd_jax.checks import ConfigError, from_fields, suggest
 from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig, refuse_v10
 from spd_jax.models.draft import mlp_width
 from spd_jax.weights import keymaps
-from spd_jax.weights.files import one_line, read_json, sync_directory, sync_file
+from spd_jax.weights.directories import whole_directory
+from spd_jax.weights.files import one_line, read_json
 from spd_jax.weights.lazy import LazyArray
 from spd_jax.weights.loaded import run_dtype
 from spd_jax.weights.tensors import TensorFile
@@ -63,7 +57,7 @@ def save_head(
             params,
             keymaps.PDM_PROJ,
             keymaps.PDM_LAYER_PREFIX,
-            _sizes(config, dataclasses.asdict(target)),
+            draft_sizes(config, dataclasses.asdict(target)),
         )
     }
     draft = dataclasses.asdict(config)
@@ -72,23 +66,10 @@ def save_head(
     described = {name: getattr(target, name) for name in (*TARGET_SIZES, *TARGET_FACTS)}
     fields = {"format": FORMAT, "version": VERSION, "draft": draft, "target": described}
     try:
-        _check_replaceable(directory)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        for stale in directory.parent.glob(f".{directory.name}.new-*"):  # of a killed writer
-            shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{directory.name}.new-", dir=directory.parent, ignore_cleanup_errors=True
-        ) as work:
-            save_file(tensors, os.path.join(work, TENSORS_NAME), metadata={"format": "pt"})
-            Path(work, CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n")
-            Path(work, CARD_NAME).write_text(card, encoding="utf-8")
-            for path in Path(work).iterdir():
-                os.chmod(path, 0o644)
-                sync_file(path)
-            os.chmod(work, 0o755)
-            sync_directory(Path(work))
-            _swap_in(Path(work), directory)
-        sync_directory(directory.parent)
+        with whole_directory(directory, {CONFIG_NAME, TENSORS_NAME, CARD_NAME}) as work:
+            save_file(tensors, str(work / TENSORS_NAME), metadata={"format": "pt"})
+            (work / CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n")
+            (work / CARD_NAME).write_text(card, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{directory}: cannot write the head ({one_line(error)})") from None
 
@@ -134,7 +115,7 @@ def load_head_dir(
         return tensors.take(name, shape, to)
 
     params = keymaps.read_draft(
-        config, keymaps.PDM_PROJ, keymaps.PDM_LAYER_PREFIX, _sizes(config, target), take
+        config, keymaps.PDM_PROJ, keymaps.PDM_LAYER_PREFIX, draft_sizes(config, target), take
     )
     if left:
         raise ConfigError(f"{tensors.path}: unknown tensor {min(left)}; does it fit {CONFIG_NAME}?")
@@ -157,7 +138,8 @@ def _check_target(target: dict[str, Any], path: Path) -> None:
         raise ConfigError(f"{path}: target.model_type must be a text, like 'llama'")
 
 
-def _sizes(config: DraftConfig, target: dict[str, Any]) -> dict[str, int]:
+def draft_sizes(config: DraftConfig, target: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of a draft's leaves; `target`: geometry by TargetConfig's names."""
     ids = config.draft_ids
     heads = (target["n_heads"], target["n_kv_heads"], target["head_dim"])
     return keymaps.attention_sizes(*heads, target.get("attn_gate", False)) | {
@@ -165,29 +147,3 @@ def _sizes(config: DraftConfig, target: dict[str, Any]) -> dict[str, int]:
         "F": mlp_width(target.get("d_ff"), config.d_ff),
         "W": target["vocab_size"] if ids is None else len(ids),
     }
-
-
-def _check_replaceable(directory: Path) -> None:
-    """A directory is replaced only where it holds nothing but a head: never someone's files."""
-    known = {CONFIG_NAME, TENSORS_NAME, CARD_NAME}
-    if directory.exists() and not (
-        directory.is_dir() and {path.name for path in directory.iterdir()} <= known
-    ):
-        raise ConfigError(f"{directory}: holds other files; give a new directory for the head")
-
-
-def _swap_in(new: Path, directory: Path) -> None:
-    """Gives `new` the name `directory`; what had it ends under the name of `new` or is gone."""
-    if not directory.exists():
-        os.rename(new, directory)
-        return
-    at_cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE of linux
-    with contextlib.suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None)
-        if libc.renameat2(at_cwd, os.fsencode(new), at_cwd, os.fsencode(directory), exchange) == 0:
-            return
-    # No atomic exchange here: for an instant the name is free, but a whole head exists.
-    old = new.with_name(f"{new.name}.old")
-    os.rename(directory, old)
-    os.rename(new, directory)
-    os.rename(old, new)

@@ -1,14 +1,14 @@
 """Reads heads of the public SPD reference: head.pt, or head.safetensors + head_config.json.
 
-One layer of such a head is a Qwen3 layer (per-head q/k norm), in version 11 heads for Qwen3.5 one
-of that model's full attention. Its features are not normalised.
-Versions 11 and 10 differ in the rows and in what a layer does with them (`models.draft_v10`).
-Row r of its lm_head belongs to sorted(set(draft_token_ids))[r].
+`reference_config` reads their settings, `reference_save` writes such heads. A layer is a Qwen3
+layer (per-head q/k norm), in version 11 heads for Qwen3.5 one of that model's full attention;
+features are not normalised. Versions 11 and 10 differ in the rows and in what a layer does with
+them (`models.draft_v10`); version 12 is version 11 with stages of its own sizes.
+Row r of lm_head belongs to sorted(set(draft_token_ids))[r].
 """
 
 from __future__ import annotations
 
-import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from spd_jax.checks import ConfigError, from_fields
 from spd_jax.config import AnyDraftConfig, DraftConfig, V10DraftConfig
-from spd_jax.weights import keymaps
+from spd_jax.weights import keymaps, reference_config
 from spd_jax.weights.files import one_line, read_json
 from spd_jax.weights.lazy import LazyArray
 from spd_jax.weights.loaded import run_dtype
@@ -56,9 +56,9 @@ def load_reference_head(path: str | Path, dtype: str) -> tuple[AnyDraftConfig, d
       dtype: run dtype of the arrays.
     Returns:
       its DraftConfig or V10DraftConfig; its parameter tree; what is known of its target: d_model,
-      vocab_size and, where the head tells, head_dim, n_heads, n_kv_heads.
+      vocab_size and, where the head tells, head_dim, n_heads, n_kv_heads, attn_gate, n_layers.
     Raises:
-      ConfigError: not such a head, not whole, hostile, or of another version than 10 and 11.
+      ConfigError: not such a head, not whole, hostile, or of another version than 10, 11 and 12.
     """
     path, to = Path(path), run_dtype(dtype)
     if path.suffix == ".safetensors":
@@ -67,7 +67,7 @@ def load_reference_head(path: str | Path, dtype: str) -> tuple[AnyDraftConfig, d
     else:
         source = path
         config, tensors = _open_pickle(path)
-    version, names = _version(config, source), _strip_prefixes(tensors.names)
+    version, names = reference_config.version_of(config, source), _strip_prefixes(tensors.names)
     return _assemble(version, config, source, names, tensors, to)
 
 
@@ -80,17 +80,6 @@ def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
     if not all(isinstance(k, str) and isinstance(v, np.ndarray) for k, v in state.items()):
         raise ConfigError(f"{path}: its state_dict must map names to tensors")
     return config, _PickledTensors(path, state)
-
-
-def _version(config: dict[str, Any], source: Path) -> int:
-    """Returns 10 or 11; a head that does not say is of the current version."""
-    version = config.get("version")
-    if version is not None and (type(version) is not int or version not in (0, 10, 11)):
-        raise ConfigError(
-            f"{source}: version {_shown(version)} of the reference's heads is not supported yet; "
-            "give v11 or v10"
-        )
-    return version or 11
 
 
 def _strip_prefixes(names: frozenset[str]) -> dict[str, str]:
@@ -146,8 +135,8 @@ def _assemble(
     qk_norm = version == 10 or any(name.endswith("self_attn.q_norm.weight") for name in names)
     sizes = _sizes(names, tensors, qk_norm)
     meta = {
-        "d_model": _int(config, "hidden_size", source, sizes["D"]),
-        "vocab_size": _int(config, "vocab_size", source, sizes["W"]),
+        "d_model": reference_config.count(config, "hidden_size", source, sizes["D"]),
+        "vocab_size": reference_config.count(config, "vocab_size", source, sizes["W"]),
     }
     if meta["d_model"] != sizes["D"]:
         raise ConfigError(f"{source}: hidden_size {meta['d_model']}, but lm_head has {sizes['D']}")
@@ -156,9 +145,9 @@ def _assemble(
         meta |= {"head_dim": head_dim, "n_heads": sizes["HE"] // head_dim}
         meta["n_kv_heads"] = sizes["GE"] // head_dim
     fields = {
-        "n_layers": _int(config, "num_spec_layers", source),
+        "n_layers": reference_config.count(config, "num_spec_layers", source),
         "d_ff": sizes["F"],
-        "draft_ids": _draft_ids(config, sizes["W"], meta["vocab_size"], source),
+        "draft_ids": reference_config.draft_ids(config, sizes["W"], meta["vocab_size"], source),
     }
     left = set(names)
 
@@ -171,17 +160,21 @@ def _assemble(
             raise ConfigError(
                 f"{tensors.path}: a v10 head has no gated attention; is its version 11?"
             )
-        fields["row_anchors"] = _row_anchors(config, source)
+        fields["row_anchors"] = reference_config.row_anchors(config, source)
         draft = from_fields(V10DraftConfig, fields, str(source))
         params = keymaps.read_draft_v10(draft, sizes, take)
     else:
         meta["attn_gate"] = sizes["QE"] == 2 * sizes["HE"]
+        anchors = reference_config.anchors(config, source)
+        stages = reference_config.stage_layers(config, version, anchors, source)
+        if stages is not None:
+            meta["n_layers"] = sum(stages)
         fields |= {
-            "anchors": _ints(config, "aggr_feature_bound", source),
-            "n_stages": _int(config, "num_stages", source),
+            "anchors": anchors,
+            "n_stages": reference_config.count(config, "num_stages", source),
             "feature_norm": "none",
             "qk_norm": qk_norm,
-            "stage_layers": _stage_layers(config, source),
+            "stage_layers": stages,
         }
         draft = from_fields(DraftConfig, fields, str(source))
         params = keymaps.read_draft(
@@ -192,66 +185,3 @@ def _assemble(
             f"{tensors.path}: unsupported tensor {one_line(min(left))}; is it a v{version} head?"
         )
     return draft, jax.tree.map(np.asarray, params), meta
-
-
-def _row_anchors(config: dict[str, Any], source: Path) -> tuple[tuple[int, ...], ...]:
-    """Returns the hidden-state indices of the rows of depth N, ..., 1 as stored, and of depth 0."""
-    name, n_stages = "shallow_hidden_layer_indices", _int(config, "num_stages", source)
-    rows = config.get(name)
-    if not isinstance(rows, (list, tuple)) or len(rows) != n_stages:
-        raise ConfigError(
-            f"{source}: {name} must be {n_stages} lists (num_stages), got {_shown(rows)}"
-        )
-    return (*(_ints({name: row}, name, source) for row in rows), (0,))
-
-
-def _draft_ids(
-    config: dict[str, Any], n_rows: int, vocab_size: int, source: Path
-) -> tuple[int, ...] | None:
-    """Returns the sorted ids of the head's rows, None for the whole vocabulary."""
-    if config.get("draft_token_ids") is None:
-        if n_rows != vocab_size:
-            raise ConfigError(
-                f"{source}: lm_head has {n_rows} rows for {vocab_size} ids, and no draft_token_ids"
-            )
-        return None
-    ids = tuple(sorted(set(_ints(config, "draft_token_ids", source))))
-    if len(ids) != n_rows or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ConfigError(
-            f"{source}: draft_token_ids must be {n_rows} different ids (the rows of lm_head) below"
-            f" {vocab_size}, got {len(ids)} from {ids[0]} to {ids[-1]}"
-        )
-    return None if len(ids) == vocab_size else ids
-
-
-def _stage_layers(config: dict[str, Any], source: Path) -> tuple[int, ...] | None:
-    value = config.get("stage_layers")
-    if value is None:
-        return None
-    if isinstance(value, str):  # "a;b;c"
-        try:
-            value = [int(part) for part in value.split(";")]
-        except ValueError:
-            raise ConfigError(f"{source}: stage_layers must look like '4;4;4'") from None
-    return _ints({"stage_layers": value}, "stage_layers", source)
-
-
-def _ints(config: dict[str, Any], name: str, source: Path) -> tuple[int, ...]:
-    value = config.get(name)
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    whole = isinstance(value, (list, tuple)) and all(type(i) is int for i in value)
-    if not whole or not value:
-        found = _shown(value)
-        raise ConfigError(f"{source}: {name} must be a list of integers, got {found}")
-    return tuple(value)
-
-
-def _int(config: dict[str, Any], name: str, source: Path, default: int | None = None) -> int:
-    value = config.get(name, default)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"{source}: {name} must be a positive integer, got {_shown(value)}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    return one_line(reprlib.repr(value))  # bounded in depth and length, whatever a file holds

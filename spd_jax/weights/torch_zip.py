@@ -1,4 +1,4 @@
-"""Reads the zip files of torch.save without torch, and without running what a pickle asks for.
+"""Reads and writes the zip files of torch.save without torch, and runs nothing a pickle asks for.
 
 Only tensors over plain storages and plain containers are understood; any other global is refused
 by name, every size is checked against the file, and nothing is unpacked to disk.
@@ -13,7 +13,7 @@ import pickle
 import reprlib
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -29,7 +29,10 @@ _STORAGES = {
     "LongStorage": np.dtype(np.int64),
     "IntStorage": np.dtype(np.int32),
 }
+_STORAGE_NAMES = {dtype: name for name, dtype in _STORAGES.items()}
 _MAX_PICKLE = 64 << 20  # bytes of data.pkl; the arrays are not in it
+_ROOT = "archive"  # the folder inside a zip that is written; a reader finds it by data.pkl
+_ALIGNMENT = 64  # of each storage in the file, for readers that map it
 
 
 class _StorageType(NamedTuple):
@@ -172,3 +175,81 @@ def _rebuild_tensor(storage, offset, size, stride, requires_grad=False, hooks=No
         return np.zeros(size, storage.dtype)
     steps = tuple(step * storage.itemsize for step in stride)
     return np.lib.stride_tricks.as_strided(storage[offset:], size, steps, writeable=False)
+
+
+def save_torch_zip(file: IO[bytes], value: Any) -> None:
+    """Writes what torch.save would for `value`, readable with weights_only=True.
+
+    Args:
+      file: open for writing, at its start.
+      value: plain containers, texts, numbers and numpy arrays of the dtypes that are read here.
+    """
+    pickled = io.BytesIO()
+    writer = _Writer(pickled)
+    writer.dump(value)
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        _write_entry(archive, "data.pkl", pickled.getvalue())
+        _write_entry(archive, "byteorder", b"little")
+        for i, array in enumerate(writer.arrays):
+            flat = np.ascontiguousarray(array).reshape(-1)
+            _write_entry(archive, f"data/{i}", memoryview(flat.view(np.uint8)))
+        _write_entry(archive, "version", b"3\n")
+
+
+def _write_entry(archive: zipfile.ZipFile, name: str, content: bytes | memoryview) -> None:
+    entry = zipfile.ZipInfo(f"{_ROOT}/{name}")  # dated 1980: equal heads are equal files
+    start = archive.fp.tell() + 30 + len(entry.filename)  # of the content without an extra field
+    start += 20 if len(content) * 1.05 > zipfile.ZIP64_LIMIT else 0  # zipfile adds its own then
+    n_padding = -(start + 4) % _ALIGNMENT
+    entry.extra = b"FB" + n_padding.to_bytes(2, "little") + bytes(n_padding)
+    archive.writestr(entry, content)
+
+
+class _Global(NamedTuple):
+    """A name that a pickle asks its reader for."""
+
+    module: str
+    name: str
+
+
+class _Storage(NamedTuple):
+    """The bytes of one array, kept beside the pickle."""
+
+    kind: _Global
+    key: str
+    n_items: int
+
+
+_REBUILD = _Global("torch._utils", "_rebuild_tensor_v2")
+
+
+# The python pickler: it lets a global be written without importing the module that has it.
+class _Writer(pickle._Pickler):
+    dispatch = dict(pickle._Pickler.dispatch)
+
+    def __init__(self, file: IO[bytes]):
+        super().__init__(file, protocol=2)
+        self.arrays: list[np.ndarray] = []  # array i is the storage "i"
+
+    def persistent_id(self, obj: Any) -> tuple | None:
+        if isinstance(obj, _Storage):
+            return ("storage", obj.kind, obj.key, "cpu", obj.n_items)
+        return None
+
+    def save_global_name(self, obj: _Global) -> None:
+        self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+        self.memoize(obj)
+
+    dispatch[_Global] = save_global_name
+
+    def save_array(self, array: np.ndarray) -> None:
+        kind = _Global("torch", _STORAGE_NAMES[array.dtype])
+        storage = _Storage(kind, str(len(self.arrays)), array.size)
+        self.arrays.append(array)
+        strides = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+        self.save(_REBUILD)
+        self.save((storage, 0, array.shape, strides, False, collections.OrderedDict()))
+        self.write(pickle.REDUCE)
+        self.memoize(array)
+
+    dispatch[np.ndarray] = save_array

@@ -17,12 +17,9 @@ import pytest
 
 import spd_jax
 from spd_jax.checks import ConfigError
-from spd_jax.config import DraftConfig
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train import pdm
-from train.config import parse_config
-from train.publish import model_card
 from train.stop import StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -174,17 +171,6 @@ def test_a_damaged_record_is_one_line(data, whole_run, tmp_path, change):
     (workdir / "run.json").write_text(json.dumps(record | change))
     with pytest.raises(ConfigError, match="run.json: .* must be an object, got"):
         pdm.main(argv(data, workdir))
-
-
-def test_a_card_says_when_its_figures_were_taken():
-    config = parse_config("test", ["--config", "tiny_n4"])
-    draft = DraftConfig((0, 2), n_stages=2)
-    rates = {"agree_text": 0.5, "agree_target": 0.25, "lookup": 0.125, "n_scored": 7}
-    assert "held out, all: agreement with the text 0.500" in model_card(
-        9, config, draft, (9, {"all": rates})
-    )
-    assert "held out at batch 5, all" in model_card(9, config, draft, (5, {"all": rates}))
-    assert "held out" not in model_card(9, config, draft, None)
 
 
 def test_a_head_of_another_target_is_no_start(data, whole_run, tmp_path):

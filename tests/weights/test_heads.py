@@ -27,7 +27,7 @@ VARIANTS = [
 
 def params_of(draft, target, dtype="float32") -> dict:
     rng = np.random.default_rng(1)
-    sizes = heads._sizes(draft, dataclasses.asdict(target))
+    sizes = heads.draft_sizes(draft, dataclasses.asdict(target))
     to = heads.run_dtype(dtype)
     return keymaps.read_draft(
         draft, "p{i}", "{i}.", sizes, lambda _, s: rng.standard_normal(s, np.float32).astype(to)
@@ -79,7 +79,7 @@ def test_a_v10_head_is_not_saved(tmp_path, config, refused):
 KILLED = """
 import sys
 from pathlib import Path
-from spd_jax.weights import heads
+from spd_jax.weights import directories, heads
 
 def killed(*args, **kwargs):
     if {at!r} == "save_file":
@@ -91,7 +91,9 @@ draft, params, target = heads.load_head_dir({source!r}, "float32")
 target = __import__("spd_jax.config").config.TargetConfig(
     **target, norm_eps=1e-5, rope_theta=1e4, max_context=128
 )
-setattr(heads, {at!r}, killed)
+for module in (heads, directories):
+    if hasattr(module, {at!r}):
+        setattr(module, {at!r}, killed)
 heads.save_head({directory!r}, draft, target, params, "")
 """
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from spd_jax.config import V10DraftConfig
+from spd_jax.config import PipelineConfig, V10DraftConfig
 from spd_jax.weights import keymaps, load_draft_file
 from spd_jax.weights.torch_zip import load_torch_zip
 
@@ -193,9 +193,9 @@ def test_a_missing_version_is_the_current_one(torch_save, value):
     assert load_draft_file(torch_save(head({"version": value})))[0].n_stages == 2
 
 
-@pytest.mark.parametrize("version", [9, 12, "11", 10.0, True])
+@pytest.mark.parametrize("version", [9, 13, "11", 10.0, True])
 def test_other_versions_are_refused(torch_save, refused, version):
-    with refused(f"version {version!r}", "not supported yet"):
+    with refused(f"version {version!r}", "not supported", "give v10, v11 or v12"):
         load_draft_file(torch_save(head({"version": version})))
 
 
@@ -265,9 +265,56 @@ def test_draft_ids_are_sorted_and_unique(torch_save, refused):
         load_draft_file(torch_save(head(state=state)))
 
 
-@pytest.mark.parametrize("form", [[1, 3], (1, 3), "1;3"])
-def test_stage_layers_come_as_a_list_or_text(torch_save, form):
-    assert load_draft_file(torch_save(head({"stage_layers": form})))[0].stage_layers == (1, 3)
+UNEVEN = [
+    {"stage_layers": [1, 3]},
+    {"stage_layers": (1, 3)},
+    {"stage_layers": "1;3"},
+    {"stage_layers": [[1], [3]]},
+    {"stage_layers": [[0], [1, 2, 3]]},
+    {"stage_layer_ranges": [[0, 1], (1, 4)]},
+    {"stage_layers": "1;3", "stage_layer_ranges": [[0, 1], [1, 4]], "num_aggr_types": 3},
+]
+
+
+@pytest.mark.parametrize("version", [11, 12])
+@pytest.mark.parametrize("fields", UNEVEN)
+def test_uneven_stages_come_in_every_form(tmp_path, torch_save, assert_same, version, fields):
+    pickled = load_draft_file(torch_save(head(fields | {"version": version})))
+    draft, params, meta = pickled
+    assert draft.stage_layers == (1, 3) and meta["n_layers"] == 4
+    assert PipelineConfig(4, 2, draft.stage_layers).row_types(draft.anchors) == (0, 1, 2)
+    save_file(dict(state_dict()), tmp_path / "head.safetensors")
+    config = json.dumps(CONFIG | fields | {"version": version})
+    (tmp_path / "head_config.json").write_text(config)
+    beside = load_draft_file(tmp_path)
+    assert (beside[0], beside[2]) == (draft, meta)
+    assert_same(beside[1], params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({}, "must have stage_layers"),
+        ({"stage_layers": "1;3", "stage_layer_ranges": [[0, 2], [2, 4]]}, "contradict"),
+        ({"stage_layers": "1;1;2"}, "2 positive counts (num_stages), got (1, 1, 2)"),
+        ({"stage_layers": [0, 4]}, "2 positive counts"),
+        ({"stage_layers": [1, 1]}, "goes to 3, but the stages (1, 1) have 2 layers"),
+        ({"stage_layers": [[0, 1], [1, 2]]}, "in order"),
+        ({"stage_layers": [[], [0, 1, 2, 3]]}, "must be a list of integers"),
+        ({"stage_layers": []}, "must be the layers of each stage"),
+        ({"stage_layers": [[1], 3]}, "must be a list of integers"),
+        ({"stage_layers": 4}, "must be a list of integers, got 4"),
+        ({"stage_layer_ranges": [[0, 1], [2, 4]]}, "going on where the one before ends"),
+        ({"stage_layer_ranges": [[0, 4], [4, 4]]}, "going on where"),
+        ({"stage_layer_ranges": [[0, 1, 4]]}, "must be pairs"),
+        ({"stage_layer_ranges": "0-4"}, "must be a list of integers"),
+        ({"stage_layer_ranges": []}, "must have stage_layers"),
+        ({"stage_layers": "1;3", "num_aggr_types": 4}, "num_aggr_types 4 contradicts"),
+    ],
+)
+def test_stages_that_contradict_are_named(torch_save, refused, fields, word):
+    with refused("head.pt", word):
+        load_draft_file(torch_save(head(fields | {"version": 12})))
 
 
 @pytest.mark.parametrize(
@@ -282,7 +329,8 @@ def test_stage_layers_come_as_a_list_or_text(torch_save, form):
         ({"aggr_feature_bound": [0, 1]}, "aggr_projs.2"),
         ({"num_stages": 1}, "n_stages"),
         ({"stage_layers": "1;x"}, "stage_layers"),
-        ({"stage_layers": [[1], [3]]}, "stage_layers"),
+        ({"stage_layers": [[1], [3, 4]]}, "stage_layers"),
+        ({"num_aggr_types": 2}, "num_aggr_types"),
     ],
 )
 def test_a_misfit_in_config_is_named(torch_save, refused, config, word):

@@ -1,0 +1,134 @@
+"""The plot command: every figure that runs have, none that they lack; a mistake is one line."""
+
+import json
+
+import pytest
+
+from spd_jax.checks import ConfigError
+from train import plot
+
+HELDOUT = {
+    "n_scored": 9,
+    "loss": 2.0,
+    "lookup": 0.25,
+    "agree_target": 0.5,
+    "agree_text": 0.4,
+    "agree_text_by_fill": [0.5, 0.375, 0.25],
+}
+
+
+def write_run(folder, *records, tail=""):
+    folder.mkdir()
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "metrics.jsonl").write_text(lines + tail)
+    return str(folder)
+
+
+def training(step, **figures):
+    return {"step": step, "loss": 3.0 / step, "accuracy": 0.1, "lr": 1e-3, **figures}
+
+
+def heldout(step, **figures):
+    return {"step": step, "heldout": {"all": HELDOUT | figures, "T=0": {"loss": 1.0}}}
+
+
+def panels(*runs, group="all"):
+    return {p.label: p for p in plot.panels_of(plot.read_runs(runs, group))}
+
+
+def test_curves_are_the_records_by_step(tmp_path):
+    run = write_run(tmp_path / "a", heldout(4, agree_target=0.75), training(4), training(2))
+    drawn = panels(run, write_run(tmp_path / "b", training(3), heldout(6)))
+    (first, second) = drawn["training loss (nats per position)"].lines
+    assert (first.run, first.x, first.y) == (0, [2, 4], [1.5, 0.75])
+    assert (second.run, second.x, second.y) == (1, [3], [1.0])
+    target = drawn["agreement with the target (share)"]
+    found = [(line.run, line.is_baseline, line.x, line.y) for line in target.lines]
+    assert found == [
+        (0, False, [4], [0.75]), (1, False, [6], [0.5]),
+        (0, True, [4], [0.25]), (1, True, [6], [0.25]),
+    ]  # fmt: skip
+
+
+def test_a_profile_is_the_last_one_there_is(tmp_path):
+    run = write_run(
+        tmp_path / "a",
+        heldout(2),
+        heldout(4, agree_text_by_fill=[0.6, None, 0.3]),
+        {"step": 6, "heldout": {"all": {"loss": 1.0}}},
+        training(6, kl_by_depth=[3.0, 2.0]),
+    )
+    fills = plot.panels_of(plot.read_runs([run], "all"))[-2:]
+    assert [p.x_label for p in fills] == ["tokens in flight", "stages completed"]
+    assert (fills[0].lines[0].x, fills[0].lines[0].y) == ([1, 3], [0.6, 0.3])
+    assert (fills[1].lines[0].x, fills[1].lines[0].y) == ([0, 1], [3.0, 2.0])
+
+
+def test_unknown_and_broken_records_are_tolerated(tmp_path):
+    odd = [
+        {"step": 1, "new": {"a": 1}}, {"other": 1}, [1], None, "x", {"step": "2", "loss": 1},
+        {"step": 2, "loss": "high", "accuracy": True}, {"step": 3, "loss": float("nan")},
+        {"step": 4, "heldout": None}, {"step": 5, "heldout": {"all": {"tau": [1.5]}}},
+        {"step": 6, "heldout": {"all": {"agree_text_by_fill": "0.5", "lookup": 0.5}}},
+    ]  # fmt: skip
+    run = write_run(tmp_path / "a", *odd, training(7), tail='{"step": 8, "loss": 1')
+    drawn = panels(run)
+    assert list(drawn) == [
+        "training loss (nats per position)",
+        "training accuracy (share of positions)",
+    ]
+    assert drawn["training loss (nats per position)"].lines[0].x == [7]
+
+
+def test_another_group_can_be_drawn(tmp_path):
+    run = write_run(tmp_path / "a", training(2), heldout(2))
+    drawn = panels(run, group="T=0")
+    assert drawn["held-out loss (nats per position)"].lines[0].y == [1.0]
+    assert "agreement with the text (share)" not in drawn
+    with pytest.raises(ConfigError, match="no held-out group 'T=1'; there are T=0, all"):
+        panels(run, group="T=1")
+
+
+def test_runs_are_named_by_folder_or_path(tmp_path, monkeypatch):
+    for parent in ("x", "y"):
+        (tmp_path / parent).mkdir()
+    paths = [
+        write_run(folder, training(1))
+        for folder in (tmp_path / "x" / "a", tmp_path / "x" / "b", tmp_path / "y" / "a")
+    ]
+    curves = plot.read_runs([*paths[:2], paths[2] + "/metrics.jsonl"], "all")
+    assert [run.name for run in curves] == [paths[0], "b", paths[2] + "/metrics.jsonl"]
+    monkeypatch.chdir(paths[0])
+    assert plot.read_runs(["."], "all")[0].name == "a"
+
+
+@pytest.mark.parametrize("n_runs", [1, 12])
+def test_a_png_is_written_whatever_runs_have(tmp_path, n_runs, capsys):
+    from matplotlib.image import imread
+
+    runs = [write_run(tmp_path / "r0", *map(training, range(1, 90)), heldout(40), heldout(80))]
+    runs += [write_run(tmp_path / f"r{i}", training(i)) for i in range(1, n_runs)]
+    out = tmp_path / "new" / "curves.png"
+    assert plot.main([*runs, "--out", str(out)]) == 0
+    image = imread(out)
+    assert min(image.shape[:2]) > 500 and image[..., :3].std() > 0.02
+    blue = (abs(image[..., :3] * 255 - [31, 119, 180]) < 2).all(axis=-1)  # of the first run
+    assert blue.any()
+    assert [p.name for p in out.parent.iterdir()] == ["curves.png"]
+
+
+def test_mistakes_are_one_line(tmp_path):
+    good = write_run(tmp_path / "a", training(1))
+    empty = write_run(tmp_path / "empty")
+    (tmp_path / "none").mkdir()
+    for argv, words in (
+        ([str(tmp_path / "none")], "none/metrics.jsonl: no metrics to read"),
+        ([good, str(tmp_path / "gone")], "gone: no metrics to read"),
+        ([empty], "holds no figure to draw"),
+        ([], "at least one run"),
+        ([good, "--out", str(tmp_path / "x.pdf")], "must end in .png"),
+        ([good, "--out", good + "/metrics.jsonl/x.png"], "cannot write the plot"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            plot.main(argv)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,113 @@
+"""Model cards: valid front matter, and every figure and setting that a user of a head asks for."""
+
+import dataclasses
+
+import pytest
+from huggingface_hub import ModelCard
+
+from spd_jax.config import DraftConfig
+from train.config import TrainConfig, named_config
+from train.publish import Origin, command_line, hub_id, model_card
+
+RATES = {"agree_text": 0.5, "agree_target": 0.25, "lookup": 0.125, "n_scored": 7000}
+DRAFT = DraftConfig((0, 2), n_stages=2, target_sha256="ab12")
+
+
+def table_rows(card: str, first: str) -> list[dict[str, str]]:
+    """The rows of the table whose first heading is this, by heading."""
+    lines = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in card.split(f"| {first} |")[1].split("\n\n")[0].split("\n")
+    ]
+    heads = [first, *[cell.strip(" |") for cell in lines[0]]]
+    assert all(set(cell) <= {"-", " "} for cell in lines[1])
+    return [dict(zip(heads, row, strict=True)) for row in lines[2:]]
+
+
+def test_a_card_says_when_its_figures_were_taken():
+    config = named_config("tiny_n4")
+    groups = {"all": RATES, "T=0": RATES | {"agree_text": 0.75}}
+    card = model_card(9, config, DRAFT, (9, groups))
+    assert "On held-out text, 64 rows at most, by" in card
+    first, second = table_rows(card, "text")
+    assert first["text"] == "all" and first["agreement with the text"] == "0.500"
+    assert (first["2-gram lookup"], first["positions"]) == ("0.125", "7,000")
+    assert second["agreement with the text"] == "0.750"
+    assert "On held-out text at batch 5, 64 rows" in model_card(
+        9, config, DRAFT, (5, {"all": RATES})
+    )
+    assert "held-out" not in model_card(9, config, DRAFT, None)
+
+
+def test_new_and_missing_figures_are_tolerated():
+    groups = {
+        "all": RATES | {"kl_by_depth": [1.0], "new": "?", "tau": 1.5, "agree_text_by_fill": [0.5]},
+        "T=0": {"n_scored": 3},
+    }
+    card = model_card(9, named_config("tiny_n4"), DRAFT, (9, groups))
+    first, second = table_rows(card, "text")
+    assert first["tau"] == "1.500" and second["tau"] == second["2-gram lookup"] == "-"
+    assert table_rows(card, "agreement by tokens in flight")[0]["1"] == "0.500"
+    assert "kl_by_depth" not in card
+
+
+def test_front_matter_is_what_the_hub_reads():
+    config = dataclasses.replace(named_config("smollm2_n5"), license="apache-2.0")
+    read = ModelCard(model_card(9, config, DRAFT, None)).data.to_dict()
+    assert read["library_name"] == "spd_jax" and read["license"] == "apache-2.0"
+    assert read["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert "speculative-decoding" in read["tags"]
+    local = TrainConfig(target="some/where/a: model")
+    card = model_card(9, local, DRAFT, None)
+    read = ModelCard(card).data.to_dict()
+    assert "base_model" not in read and "license" not in read
+    assert (
+        "# Pipeline draft module for a: model\n" in card and "some/where" not in card.split("##")[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-4B"),
+        ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("tiny", None),
+        ("./model", None),
+        ("tests/golden", None),  # a directory that is there
+        ("a/b/model.gguf", None),
+    ],
+)
+def test_only_a_hub_id_is_a_base_model(target, expected):
+    assert hub_id(target) == expected
+
+
+def test_data_settings_and_use_are_told(small, corpus):
+    config = TrainConfig(
+        target="Qwen/Qwen3.5-4B", train_data="d/a|b.jsonl", heldout_data="d/h.jsonl", lr=0.5,
+        start_from="heads/1",
+    )  # fmt: skip
+    origin = Origin(small.target, corpus, corpus, "python -m train.pdm --config x")
+    card = model_card(7, config, small.draft, None, origin)
+    trained, held = table_rows(card, "data")
+    assert trained["file"] == "`d/a\\|b.jsonl`" and held["file"] == "`d/h.jsonl`"
+    n_tokens = sum(len(row.ids) for row in corpus.rows)
+    assert (trained["rows"], trained["tokens"]) == ("13", f"{n_tokens}")
+    assert trained["temperature: rows"] == "0: 7, 0.7: 6" and corpus.sha256 in trained["sha256"]
+    fields = {row["field"]: row["value"] for row in table_rows(card, "field")}
+    assert fields["`lr`"] == "`0.5`" and "`seed`" not in fields
+    for words in (
+        "python -m train.pdm --config x",
+        "begun from the weights of an earlier head",
+        "python -m infer.decode --target Qwen/Qwen3.5-4B --draft path/to/head",
+        "3 stages of 2, 1, 1 layers",
+        "MLP width 48",
+        "40 draft ids",
+        "other weights are refused",
+    ):
+        assert words in card, words
+
+
+def test_the_command_is_that_of_the_trainer_or_none():
+    argv = ["/usr/bin/python3.11", "-X", "dev", "-m", "train.pdm", "--workdir", "my run"]
+    assert command_line(argv) == "python -m train.pdm --workdir 'my run'"
+    assert command_line(["python", "-m", "pytest", "train.pdm"]) is None

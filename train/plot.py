@@ -1,0 +1,249 @@
+"""Draws the curves of runs into one PNG.
+
+    python -m train.plot runs/smollm2_n5 runs/smollm2_n5_export --out curves.png
+
+metrics.jsonl of each run -> one panel per figure of the tables below that any run has. Figures that
+are not in a table are left out, and a table may name figures that no run has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import tyro
+
+from spd_jax.checks import ConfigError, is_number
+from spd_jax.commandline import parse_flags, run, say
+from spd_jax.weights.files import one_line, replace_file
+
+METRICS_NAME = "metrics.jsonl"
+# Figure: label of its axis. Of training records, by batch.
+TRAINING = {
+    "loss": "training loss (nats per position)",
+    "accuracy": "training accuracy (share of positions)",
+    "alpha": "training alpha (accepted / verified)",
+    "tau": "training tau (x one device)",
+}
+# Of a group of held-out records, by batch.
+HELDOUT = {
+    "loss": "held-out loss (nats per position)",
+    "agree_target": "agreement with the target (share)",
+    "agree_text": "agreement with the text (share)",
+    "alpha": "held-out alpha (accepted / verified)",
+    "tau": "held-out tau (x one device)",
+}
+BASELINES = {"agree_target": "lookup", "agree_text": "lookup"}  # drawn dashed beside the figure
+
+
+class Profile(NamedTuple):
+    """A list of figures, as a run has it last: the axes of its panel."""
+
+    label: str
+    x_label: str
+    first: int  # what its first entry stands for
+
+
+PROFILES = {
+    "loss_by_fill": Profile("held-out loss (nats per position)", "tokens in flight", 1),
+    "agree_target_by_fill": Profile("agreement with the target (share)", "tokens in flight", 1),
+    "agree_text_by_fill": Profile("agreement with the text (share)", "tokens in flight", 1),
+    "kl_by_depth": Profile("KL divergence (nats per position)", "stages completed", 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlotFlags:
+    """Draw the training and held-out curves of runs into one PNG."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of runs (their workdir), or metrics.jsonl files."""
+    out: str = "curves.png"
+    """The PNG to write; one that is there is replaced."""
+    group: str = "all"
+    """Which held-out rows: all, or those written at one temperature, like T=0.7."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCurves:
+    """The records of one run in order of their steps."""
+
+    name: str
+    training: list[dict[str, Any]]
+    heldout: list[dict[str, Any]]  # of the group that is drawn, each with its step
+
+
+class Line(NamedTuple):
+    """One line of a panel."""
+
+    run: int
+    x: list[float]
+    y: list[float]
+    is_baseline: bool = False
+    is_noisy: bool = False
+
+
+class Panel(NamedTuple):
+    """One set of axes."""
+
+    label: str
+    x_label: str
+    lines: list[Line]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    flags = parse_flags(PlotFlags, "python -m train.plot", argv)
+    if not flags.runs:
+        raise ConfigError("give the folder of at least one run, like runs/smollm2_n5")
+    out = Path(flags.out)
+    if out.suffix != ".png":
+        raise ConfigError(f"--out must end in .png, got {flags.out!r}")
+    curves = read_runs(flags.runs, flags.group)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(out, draw([run.name for run in curves], panels_of(curves)))
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot write the plot ({one_line(error)})") from None
+    say(f"{out}: {len(curves)} run{'s' if len(curves) > 1 else ''}")
+    return 0
+
+
+def read_runs(paths: Sequence[str], group: str) -> list[RunCurves]:
+    """Reads runs; each is named by its folder, by the path as given where two are called alike.
+
+    Raises:
+      ConfigError: one has no metrics, or no figure to draw.
+    """
+    files = [Path(p) / METRICS_NAME if Path(p).is_dir() else Path(p) for p in paths]
+    names = [file.resolve().parent.name for file in files]
+    names = [n if names.count(n) == 1 else p for n, p in zip(names, paths, strict=True)]
+    curves = []
+    for name, file in zip(names, files, strict=True):
+        records = _records(file)
+        groups = [(r["step"], r["heldout"]) for r in records if isinstance(r.get("heldout"), dict)]
+        found = [{**g[group], "step": s} for s, g in groups if isinstance(g.get(group), dict)]
+        if groups and not found:
+            known = ", ".join(sorted({str(name) for _, g in groups for name in g}))
+            raise ConfigError(f"{file}: no held-out group {group!r}; there are {known}")
+        training = [record for record in records if "heldout" not in record]
+        this = RunCurves(name, training, found)
+        if not panels_of([this]):
+            raise ConfigError(f"{file}: holds no figure to draw; is it the metrics of train.pdm?")
+        curves.append(this)
+    return curves
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """The records of a file by step; lines that are none (a killed writer's) are left out."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: no metrics to read ({one_line(error.strerror or error)}); give the workdir "
+            "of a run"
+        ) from None
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and is_number(record.get("step")):
+            records.append(record)
+    return sorted(records, key=lambda record: record["step"])
+
+
+def panels_of(runs: Sequence[RunCurves]) -> list[Panel]:
+    """Returns the panels that these runs have something for, in the order of the tables."""
+    panels = []
+    for figure, label in TRAINING.items():
+        lines = [Line(i, *_series(r.training, figure), is_noisy=True) for i, r in enumerate(runs)]
+        panels.append(Panel(label, "batches", lines))
+    for figure, label in HELDOUT.items():
+        lines = [Line(i, *_series(r.heldout, figure)) for i, r in enumerate(runs)]
+        if figure in BASELINES:
+            baselines = [_series(run.heldout, BASELINES[figure]) for run in runs]
+            lines += [Line(i, *series, is_baseline=True) for i, series in enumerate(baselines)]
+        panels.append(Panel(label, "batches", lines))
+    for figure, profile in PROFILES.items():
+        lines = [Line(i, *_last_profile(r, figure, profile.first)) for i, r in enumerate(runs)]
+        panels.append(Panel(profile.label, profile.x_label, lines))
+    panels = [panel._replace(lines=[line for line in panel.lines if line.x]) for panel in panels]
+    return [panel for panel in panels if any(not line.is_baseline for line in panel.lines)]
+
+
+def _series(records: list[dict[str, Any]], figure: str) -> tuple[list[float], list[float]]:
+    """The steps and values of the records that have a figure."""
+    pairs = [(r["step"], r[figure]) for r in records if is_number(r.get(figure))]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def _last_profile(run: RunCurves, figure: str, first: int) -> tuple[list[float], list[float]]:
+    """What a list's entries stand for, and their values, as the run has it last."""
+    for records in (run.heldout, run.training):
+        for record in reversed(records):
+            values = record.get(figure)
+            if isinstance(values, list) and any(map(is_number, values)):
+                pairs = [(first + i, v) for i, v in enumerate(values) if is_number(v)]
+                return [x for x, _ in pairs], [y for _, y in pairs]
+    return [], []
+
+
+def draw(names: Sequence[str], panels: Sequence[Panel]) -> bytes:
+    """Returns a PNG: a grid of panels, a colour for each run, one legend."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
+    n_columns = min(3, len(panels))
+    n_rows = -(-len(panels) // n_columns)
+    figure = Figure(figsize=(4.6 * n_columns, 3.2 * n_rows + 0.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06)
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
+    for panel, axes in zip(panels, grid, strict=False):
+        for line in panel.lines:
+            _draw_line(axes, line)
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.label)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.grid(alpha=0.3)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    handles = [Line2D([], [], color=f"C{i % 10}", label=name) for i, name in enumerate(names)]
+    if any(line.is_baseline for panel in panels for line in panel.lines):
+        handles.append(Line2D([], [], color="0.3", linestyle="--", label="2-gram lookup"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)))
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=130)
+    return file.getvalue()
+
+
+def _draw_line(axes: Any, line: Line) -> None:
+    colour = f"C{line.run % 10}"
+    if line.is_baseline:
+        axes.plot(line.x, line.y, color=colour, linestyle="--", linewidth=1.2)
+    elif line.is_noisy:
+        axes.plot(line.x, line.y, color=colour, alpha=0.25, linewidth=0.8)
+        marker = "o" if len(line.x) == 1 else None
+        axes.plot(*_smoothed(line), color=colour, linewidth=1.6, marker=marker)
+    else:
+        axes.plot(line.x, line.y, color=colour, linewidth=1.6, marker="o", markersize=3.5)
+
+
+def _smoothed(line: Line) -> tuple[np.ndarray, np.ndarray]:
+    """Running means over a 30th of the points, each at the middle of its window."""
+    width = max(1, len(line.x) // 30)
+    window = np.full(width, 1 / width)
+    return tuple(np.convolve(values, window, mode="valid") for values in (line.x, line.y))
+
+
+if __name__ == "__main__":
+    run(main)
