@@ -1,0 +1,283 @@
+"""Measures training: attention by depth against the dense mask, and whole steps.
+
+    python -m train.bench                  # on SmolLM2; a table, and with --json a file
+    python -m train.bench --target tiny --sizes 2x64 --attention-lens 64 128
+
+Every figure is a median over steps of one process; tokens are random, all are scored, at fill N.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+from spd_jax.checks import ConfigError
+from spd_jax.commandline import parse_flags, run, say
+from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.models import draft as pdm
+from spd_jax.ops.attention import attend
+from spd_jax.ops.depth_attention import attend_by_depth
+from spd_jax.weights import load_target_files
+from spd_jax.weights.files import replace_file
+from train.config import TrainConfig
+from train.optimizer import learning_rate, make_optimizer
+from train.step import make_loss
+from train.teacher import run_target
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchConfig:
+    """Measure attention of the draft's layers and whole training steps."""
+
+    target: str = "smollm2-135m"
+    """As in train.pdm."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Run dtype of target and draft."""
+    n_stages: int = 5
+    """Pipeline stages N."""
+    n_types: int = 5
+    """Row types M, at most N + 1: the embedding and the first M - 1 stage boundaries."""
+    n_layers: int = 2
+    """Decoder layers of the draft."""
+    draft_vocab_sizes: tuple[int, ...] = (8192, 0)
+    """Draft ids of the whole steps; 0 is the full vocabulary."""
+    sizes: tuple[str, ...] = ("4x128", "2x256", "1x512", "1x1024")
+    """Rows x tokens of the whole steps; () leaves them out."""
+    attention_lens: tuple[int, ...] = (256, 512, 1024)
+    """Tokens of the one row that attention is measured on; () leaves it out."""
+    reps: int = 5
+    """Timed repetitions of each, after one that compiles."""
+    remat: bool = False
+    """As in train.pdm."""
+    json: Path | None = None
+    """File for the figures."""
+
+    def __post_init__(self) -> None:
+        if self.reps < 1:
+            raise ConfigError(f"reps must be at least 1, got {self.reps}")
+        if not 1 <= self.n_types <= self.n_stages + 1:
+            raise ConfigError(
+                f"n_types must be from 1 to {self.n_stages + 1} (n_stages + 1), got {self.n_types}"
+            )
+        for size in self.sizes:
+            parts = size.split("x")
+            if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+                raise ConfigError(f"sizes must look like 4x128 (rows x tokens), got {size!r}")
+        if any(n < 2 for n in self.attention_lens):
+            raise ConfigError("attention_lens must be 2 tokens or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """One measurement."""
+
+    seconds: float  # median of a repetition
+    spread: tuple[float, float]  # the fastest and the slowest
+    temp_mib: float  # what XLA allocates beside arguments and results
+    peak_mib: float  # highest resident memory of the process meanwhile
+
+
+def measure(step: Callable[..., Any], args: Sequence[Any], reps: int) -> Figures:
+    """Compiles step(*args) and runs it."""
+    compiled = jax.jit(step).lower(*args).compile()
+    jax.block_until_ready(compiled(*args))
+    _forget_peak()
+    seconds = []
+    for _ in range(reps):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled(*args))
+        seconds.append(time.perf_counter() - began)
+    memory = compiled.memory_analysis()
+    return Figures(
+        statistics.median(seconds),
+        (min(seconds), max(seconds)),
+        memory.temp_size_in_bytes / MIB,
+        _peak_bytes() / MIB,
+    )
+
+
+def attention_steps(
+    target: TargetConfig, draft: DraftConfig, n_tokens: int
+) -> tuple[dict[str, Callable[..., Any]], list[jax.Array]]:
+    """Returns the attention of all draft layers with its gradient, dense and by depth, and q, k, v.
+
+    The first layers query with all row types, the last one with the newest.
+    """
+    pipeline, blocks = (
+        PipelineConfig(target.n_layers, draft.n_stages),
+        pdm.all_blocks(draft.anchors),
+    )
+    fill, config = draft.n_stages, pdm.layer_config(target, draft)
+    seen, far_from = pdm.seen_blocks(pipeline, draft.anchors, fill, "exact", blocks)
+    segments = jnp.ones((1, n_tokens), jnp.int32)
+
+    def by_depth(q, k, v, newest):
+        chosen = slice(-1, None) if newest else slice(None)
+        return attend_by_depth(q, k, v, seen[chosen], far_from[chosen], segments)
+
+    def dense(q, k, v, newest):
+        mask = pdm.structural_mask(pipeline, draft.anchors, n_tokens, fill, "exact", blocks)
+        mask = mask[None, -q.shape[1] :]
+        return attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask)
+
+    def all_layers(attend_rows, q, k, v):
+        last = attend_rows(q[:, -n_tokens:], k, v, True)
+        firsts = [attend_rows(q, k, v, False) for _ in range(draft.n_layers - 1)]
+        return sum(jnp.sum(jnp.sin(out.astype(jnp.float32))) for out in (*firsts, last))
+
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(
+            rng.standard_normal((1, len(blocks) * n_tokens, heads, config.head_dim)), jnp.float32
+        )
+        for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)
+    )
+    steps = {
+        name: jax.grad(functools.partial(all_layers, attend_rows), argnums=(0, 1, 2))
+        for name, attend_rows in (("by depth", by_depth), ("dense", dense))
+    }
+    return steps, [q, k, v]
+
+
+def whole_step(
+    config: BenchConfig, target: TargetConfig, draft: DraftConfig, target_params: Any
+) -> tuple[Callable[..., Any], Any]:
+    """Returns (params, opt_state, ids) -> the next two, and the first two.
+
+    The target's pass, the draft's at fill N, its gradient and an AdamW update.
+    """
+    settings = TrainConfig()
+    optimizer = make_optimizer(settings, learning_rate(settings, 1000))
+    params = pdm.init_params(target, draft, target_params, jax.random.key(0))
+    loss = make_loss(target, draft, remat=config.remat)
+
+    def step(target_params, params, opt_state, ids):
+        valid = jnp.ones_like(ids)
+        states, best = run_target(target, draft, target_params, ids, valid, ids)
+        batch = {"attention_mask": valid, "labels": ids, "states": states, "best": best}
+        grads = jax.grad(loss, has_aux=True)(params, target_params, batch, fill=draft.n_stages)[0]
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step, (params, optimizer.init(params))
+
+
+def bench_attention(config: BenchConfig, target: TargetConfig, draft: DraftConfig) -> list[dict]:
+    """Measures attention at every length."""
+    rows = []
+    for n_tokens in config.attention_lens:
+        steps, arrays = attention_steps(target, draft, n_tokens)
+        for name, step in steps.items():
+            figures = measure(step, arrays, config.reps)
+            rows.append({"tokens": n_tokens, "attention": name, **dataclasses.asdict(figures)})
+    return rows
+
+
+def bench_steps(
+    config: BenchConfig, target: TargetConfig, draft: DraftConfig, target_params: Any
+) -> list[dict]:
+    """Measures whole steps at every size and draft vocabulary."""
+    rows, rng = [], np.random.default_rng(0)
+    for n_ids in config.draft_vocab_sizes:
+        ids = tuple(np.sort(rng.permutation(target.vocab_size)[:n_ids]).tolist()) if n_ids else None
+        step, state = whole_step(
+            config, target, dataclasses.replace(draft, draft_ids=ids), target_params
+        )
+        for size in config.sizes:
+            shape = tuple(map(int, size.split("x")))
+            tokens = jnp.asarray(rng.integers(target.vocab_size, size=shape), jnp.int32)
+            figures = measure(step, (target_params, *state, tokens), config.reps)
+            rate = tokens.size / figures.seconds
+            rows.append(
+                {
+                    "draft_ids": n_ids or target.vocab_size,
+                    "size": size,
+                    "tokens_per_second": rate,
+                    **dataclasses.asdict(figures),
+                }
+            )
+            say(f"{n_ids or 'all'} draft ids, {size}: {rate:.0f} tokens a second")
+    return rows
+
+
+def print_table(title: str, rows: list[dict], console: Console) -> None:
+    """Prints records of one form."""
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left")
+    for name in rows[0]:
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*map(_shown, row.values()))
+    console.print(table)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " to ".join(f"{x:.3f}" for x in value)
+    if isinstance(value, float):
+        return f"{value:.3f}" if value < 10 else f"{value:.0f}"
+    return str(value)
+
+
+def _forget_peak() -> None:
+    """Lets the kernel count the highest resident memory anew (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    status = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in status if line.startswith("VmHWM")))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    config = parse_flags(BenchConfig, "python -m train.bench", argv)
+    loaded = load_target_files(config.target, config.dtype)
+    target = loaded.config
+    starts = PipelineConfig(target.n_layers, config.n_stages).starts
+    draft = DraftConfig(
+        anchors=tuple(starts[: config.n_types]),
+        n_stages=config.n_stages,
+        n_layers=config.n_layers,
+        qk_norm=target.qk_norm,
+    )
+    pdm.check_pair(target, draft)
+    found = {
+        "attention": bench_attention(config, target, draft),
+        "steps": bench_steps(config, target, draft, loaded.place()) if config.sizes else [],
+    }
+    console = Console(highlight=False, width=120)
+    print_table(
+        "attention of all draft layers with its gradient, one row", found["attention"], console
+    )
+    print_table("whole steps: target, draft, gradient, update", found["steps"], console)
+    if config.json is not None:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(config).items()}
+        found = {
+            "config": settings,
+            "jax": jax.__version__,
+            "device": str(jax.devices()[0]),
+            **found,
+        }
+        replace_file(config.json, (json.dumps(found, indent=2) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
