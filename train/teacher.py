@@ -43,7 +43,7 @@ class Teacher:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns the batch on the device, with the target's outputs."""
         batch = dict(batch)
-        numbers = [n for n in batch.pop("row_numbers").tolist() if n >= 0]
+        numbers = [n for n in batch.pop("row_numbers").ravel().tolist() if n >= 0]
         lens = [len(self._rows[n].ids) for n in numbers]
         known = self._cache and self._cache.read(numbers, lens, batch["input_ids"].shape)
         on_device = jax.device_put(batch)

@@ -30,6 +30,15 @@ def test_fields_are_overridden_on_the_command_line():
     assert parse_config(PROG, ["--config=tiny_n4", "--batch_tokens", "128"]).batch_tokens == 128
 
 
+def test_data_are_one_place_or_several():
+    assert TrainConfig(train_data="a.jsonl").train_data == ("a.jsonl",)
+    argv = ["--config", "tiny_n4", "--train-data", "a", "b*.parquet", "--heldout-data", "c"]
+    config = parse_config(PROG, argv)
+    assert (config.train_data, config.heldout_data) == (("a", "b*.parquet"), ("c",))
+    assert parse_config(PROG, ["--config", "smollm2_n5"]).heldout_data == ("data/heldout.jsonl",)
+    assert parse_config(PROG, [*argv[:2], "--heldout-data", "None"]).heldout_data is None
+
+
 def test_an_unknown_config_is_an_error_that_suggests():
     with pytest.raises(ConfigError, match="'smolm2_n5' is unknown; did you mean 'smollm2_n5'"):
         parse_config(PROG, ["--config", "smolm2_n5"])
@@ -69,6 +78,11 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
         ({"epochs": float("inf")}, "epochs must be a number above 0, got inf"),
         ({"expected_alpha": 1.0}, "expected_alpha must be between 0 and 1"),
         ({"seed": 2**70}, "seed must be below"),
+        ({"train_data": ()}, "train_data must name one place or more"),
+        ({"heldout_data": (3,)}, "heldout_data must be a path or several"),
+        ({"overflow": "split"}, "overflow must be cut or discard, got 'split'"),
+        ({"packing": True, "state_cache": True}, "packing and state_cache exclude each other"),
+        ({"draft_vocab": "v.json", "draft_vocab_size": 9}, "draft_vocab_size exclude each other"),
     ],
 )
 def test_values_that_cannot_be_are_errors(fields, message):
