@@ -185,7 +185,7 @@ def write_vocabulary(
         "topk_mass_ratio": chosen / total,
     }
     try:
-        replace_file(path, (json.dumps(fields, indent=1) + "\n").encode())
+        replace_file(path, (json.dumps(fields) + "\n").encode())
     except OSError as error:
         raise ConfigError(f"{path}: cannot write ({error.strerror}); change --out") from None
     return chosen / total

@@ -1,14 +1,16 @@
 """Draft ids: the most frequent ones, written and read in the published form."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from spd_jax.checks import ConfigError
 from train import vocabulary
+from train.config import TrainConfig
 from train.data import Row
-from train.vocabulary import count_draft_ids, read_draft_ids
+from train.vocabulary import check_same_ids, count_draft_ids, read_draft_ids, run_draft_ids
 
 PUBLISHED = {  # its own vocab_size is below an id: it is the tokenizer's base size
     "tokenizer_name": "x",
@@ -94,3 +96,17 @@ def test_the_command_writes_what_it_counted(tmp_path, capsys):
         vocabulary.main([*flags, "--size", "257"])
     with pytest.raises(ConfigError, match="existing folder"):
         vocabulary.main([*flags, "--size", "2", "--out", str(tmp_path / "no" / "vocab.json")])
+
+
+def test_a_run_takes_its_ids_from_the_file_and_goes_on_with_the_same_ones_only(tmp_path):
+    path = write(tmp_path / "vocab.json", PUBLISHED)
+    config = TrainConfig(draft_vocab=str(path))
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=13), stop_ids=(12,))
+    rows = [Row(np.array([1, 1, 4, 5], np.int32), np.ones(4, bool), 0.0)]
+    assert run_draft_ids(config, rows, target) == ((1, 4, 12), 3 / 4)
+    assert run_draft_ids(TrainConfig(), rows, target) == (None, 1.0)
+    assert run_draft_ids(TrainConfig(draft_vocab_size=2), rows, target) == ((1, 12), 2 / 4)
+    check_same_ids(config, SimpleNamespace(draft_ids=(1, 4, 12)), target)
+    check_same_ids(TrainConfig(), SimpleNamespace(draft_ids=(1, 4)), target)
+    with pytest.raises(ConfigError, match="are not those of the run in runs/pdm"):
+        check_same_ids(config, SimpleNamespace(draft_ids=(1, 4)), target)
