@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -88,9 +90,10 @@ class ChatReader:
             through = tokenizer.render_chat([*before, turn], opens_turn=False, thinking=thinking)
         except ConfigError as error:
             raise UnusableError(f"{error}"[:120]) from None
+        start = len(prompt)
         if not through.startswith(prompt):
-            raise UnusableError("an answer that does not continue the generation prompt")
-        answer = self._until_end(through[len(prompt) :])
+            start = self._start_of_content(before, turn, prompt, through)
+        answer = self._until_end(through[start:])
         prompt_ids, ids = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
         if ids[: len(prompt_ids)] != prompt_ids:
             # A token lies across the seam, which decoding cannot write: it begins at the seam.
@@ -100,6 +103,28 @@ class ChatReader:
         if len(ids) == len(prompt_ids):
             raise UnusableError("an empty answer")
         return _Answer(len(prompt_ids), ids)
+
+    def _start_of_content(
+        self, before: Turns, turn: dict[str, str], prompt: str, through: str
+    ) -> int:
+        """Returns where an answer begins that is shown without the end of its generation prompt.
+
+        Some templates open an answer without thoughts with an empty thought, and do not show it
+        afterwards. Thoughts that are merely opened are none of these: they are for the target to
+        write, so the prompt must be one that thinking would change.
+        """
+        render = functools.partial(self.tokenizer.render_chat, before)
+        if not self.thinking and prompt != render(opens_turn=True, thinking=True):
+            n_before = len(render(opens_turn=False, thinking=False))
+            n_same = len(os.path.commonprefix([prompt, through]))
+            # The content may begin as the rest of the prompt does: then it begins before n_same.
+            for content in (turn["content"], turn["content"].strip()):
+                for start in range(n_same, n_before, -1):
+                    if through.startswith(content, start):
+                        tags = re.findall(r"<[^<>]+>", prompt[start:])  # the last ends the thought
+                        if tags and tags[-1] not in content:
+                            return start
+        raise UnusableError("an answer that does not continue the generation prompt")
 
     @functools.cached_property
     def _ends(self) -> tuple[str, ...]:

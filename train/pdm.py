@@ -192,6 +192,7 @@ def make_judge(this: Run) -> Callable[[Any], dict[str, Any]] | None:
 
 def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -> Corpus:
     """Reads files of rows and says what they hold."""
+    say(f"reading {', '.join(names)} ...")
     reader = ChatReader(target.tokenizer, target.stop_ids, config.thinking)
     corpus = read_corpus(
         names, target.config.vocab_size, config.sequence_len, reader, config.overflow

@@ -21,7 +21,7 @@ class Tally:
     n_tokens: int = 0
     n_scored: int = 0
     n_cut: int = 0  # tokens beyond sequence_len
-    n_unscored: int = 0  # answers of used records that cannot be scored
+    n_unscored: int = 0  # answers of used records that are not scored at all
     reasons: dict[str, tuple[int, list[int]]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -56,7 +56,9 @@ class Tally:
         text = f"{self.path}: {self.n_used} rows, {self.n_tokens} tokens, {self.n_scored} scored"
         text += f"; {self.n_cut} tokens beyond sequence_len cut" if self.n_cut else ""
         if self.n_unscored:
-            text += f"; {self.n_unscored} answers unscored (the chat template does not allow it)"
+            text += (
+                f"; {self.n_unscored} answers unscored (the template or sequence_len forbids it)"
+            )
         return text + (f"; {self.describe_skipped()}" if self.n_skipped else "")
 
     def check(self, advice: str) -> None:

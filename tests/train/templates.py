@@ -33,6 +33,17 @@ THINKING = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
+# The empty thought of the prompt is not shown afterwards; a thinking target's is opened for it.
+SWITCHED = (
+    "{% for m in messages %}"
+    "{% set text = m.content.split('</think>')[-1] | trim %}"
+    "<|im_start|>{{ m.role }}\n"
+    "{% if loop.last and '</think>' in m.content %}"
+    "<think>\n{{ m.content.split('</think>')[0].split('<think>')[-1] | trim }}\n</think>\n\n"
+    "{% endif %}{{ text }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
+    "{% if enable_thinking is false %}\n</think>\n\n{% endif %}{% endif %}"
+)
 HEADERS = (
     "{% for m in messages %}<|start|>{{ m.role }}<|/start|>\n\n{{ m.content | trim }}<|eot_id|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|/start|>\n\n{% endif %}"

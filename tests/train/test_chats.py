@@ -8,6 +8,7 @@ from tests.train.templates import (
     ALTERNATING,
     CHATML,
     HEADERS,
+    SWITCHED,
     THINKING,
     UNMARKED,
     markers_tokenizer,
@@ -95,6 +96,28 @@ def test_thoughts_are_scored_where_the_target_is_served_thinking(in_content):
     assert spans(row) == decoded_spans(read, turns, [written])
     with pytest.raises(UnusableError, match="does not continue the generation prompt"):
         reader(THINKING).tokens({"messages": turns})  # served without: it would not write this
+
+
+@pytest.mark.parametrize("text", ["ok", "<b>", "<think", " \n ok "])
+def test_an_empty_thought_that_is_shown_in_the_prompt_only_is_seen_and_not_scored(text):
+    turns = [turn("user", "hi"), turn("assistant", text), turn("user", "a"), turn("assistant", "b")]
+    read = reader(SWITCHED)
+    rows, n_unscored = read.tokens({"messages": turns})
+    written = [text.strip() + "<|im_end|>", "b<|im_end|>"]
+    assert [span for row in rows for span in spans(row)] == decoded_spans(read, turns, written)
+    assert len(rows) == 2 and n_unscored == 0
+
+
+def test_an_opened_thought_is_the_targets_to_write():
+    thought = turn("assistant", "<think>\nhm\n</think>\n\nok")
+    read = reader(SWITCHED, thinking=True)
+    (row,), _ = read.tokens({"messages": [turn("user", "hi"), thought]})
+    written = ["hm\n</think>\n\nok<|im_end|>"]
+    assert spans(row) == decoded_spans(read, [turn("user", "hi"), thought], written)
+    always = SWITCHED.replace("enable_thinking is false", "false")
+    for read in (reader(SWITCHED, thinking=True), reader(always)):
+        with pytest.raises(UnusableError, match="does not continue the generation prompt"):
+            read.tokens({"messages": ONE})
 
 
 @pytest.mark.parametrize("thinking", [False, True])
