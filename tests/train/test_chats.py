@@ -161,6 +161,10 @@ def test_a_marker_inside_an_answer_ends_it_as_it_ends_decoding():
     turns = [turn("user", "hi"), turn("assistant", "a<|im_end|>b")]
     (row,), _ = read.tokens({"messages": turns})
     assert spans(row) == decoded_spans(read, turns, ["a<|im_end|>"])
+    turns = [turn("user", "hi"), turn("assistant", "a<|eot_id|>b")]
+    other = ChatReader(read.tokenizer, stop_ids=tuple(read.tokenizer.encode("<|eot_id|>")))
+    (row,), _ = other.tokens({"messages": turns})
+    assert spans(row) == decoded_spans(other, turns, ["a<|eot_id|>"])
 
 
 def test_roles_and_parts_are_read_in_every_usual_form():

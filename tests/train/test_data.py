@@ -11,7 +11,7 @@ from spd_jax.checks import ConfigError
 from tests.train.templates import ALTERNATING, THINKING, markers_tokenizer
 from train.chats import ChatReader
 from train.data import Corpus, Row, last_answers, read_corpus
-from train.sources import MAX_LINE, find_files
+from train.sources import find_files
 
 GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "temperature": 0.7}
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
@@ -94,14 +94,15 @@ def test_a_line_that_a_writer_left_unfinished_is_skipped(tmp_path):
     assert "1 not JSON, cut short (line 2)" in read_corpus(path, 64, 8).describe()[0]
 
 
-def test_bytes_that_are_no_text_and_enormous_lines_are_skipped(tmp_path):
+def test_bytes_that_are_no_text_and_enormous_lines_are_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.sources.MAX_LINE", 2**20)
     path = tmp_path / "rows.jsonl"
     good = json.dumps(GOOD).encode()
-    huge = b'{"text": "' + b"a" * MAX_LINE + b'"}'
+    huge = b'{"text": "' + b"a" * 3 * 2**20 + b'"}'
     path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([good, b'{"text": "\xe9"}', huge, good]))
     corpus = read_corpus(path, 64, 8)
     assert len(corpus.rows) == 2  # a byte order mark is no reason
-    assert "1 not UTF-8 (line 2), 1 larger than 16 MiB (line 3)" in corpus.describe()[0]
+    assert "1 not UTF-8 (line 2), 1 larger than 1 MiB (line 3)" in corpus.describe()[0]
 
 
 def test_every_form_may_be_mixed_in_a_file(tmp_path):

@@ -94,6 +94,11 @@ def test_rows_are_those_that_reading_the_written_chat_gives(monkeypatch):
         read = ChatReader(tokenizer)
         expected = [tokens for turns in whole for tokens in read.tokens({"messages": turns})[0]]
         assert [(row["input_ids"], row["loss_mask"]) for row in rows] == expected
+        for turns in whole:
+            for k, answer in enumerate(turns):
+                if answer["role"] == "assistant":  # Echo tells what it was given
+                    given = tokenizer.encode_chat(turns[:k], thinking=False)
+                    assert answer["content"] == f"{len(given)} ids"
         prompts = [len(prompts) for prompts, _ in calls]
         assert prompts == [3, 2, 1]  # few sizes, each compiled once
         assert [seeds for _, seeds in calls] == [[0, 1, 2], [100, 102], [200]]
