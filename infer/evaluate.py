@@ -28,8 +28,7 @@ from infer.teacher_forcing import draft_agreement
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.ops.lookup import lookup_hits
-from spd_jax.prompts import PromptRow, prompt_ids, read_prompts
-from spd_jax.requests import check_context
+from spd_jax.prompts import PromptRow, checked_prompt_ids, read_prompts
 from spd_jax.weights.files import replace_file
 
 
@@ -182,10 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     subject, bf16_target = load_subject(flags), None
     if flags.dtype == "float32" and not (flags.skip_bf16 or flags.skip_generate):
         bf16_target = spd_jax.load_target(flags.target, dtype="bfloat16")
-    prompts = prompt_ids(subject.target, flags.target, [row.text for row in rows])
-    for row, prompt in zip(rows, prompts, strict=True):  # all of them before the first batch
-        name = f"{row.path}:{row.line}: prompt"
-        check_context(subject.target, len(prompt), flags.max_new_tokens, name)
+    named = [(f"{row.path}:{row.line}", row.text) for row in rows]
+    prompts = checked_prompt_ids(subject.target, flags.target, named, flags.max_new_tokens)
 
     samples = []
     starts = range(0, len(rows), flags.batch_size)

@@ -1,13 +1,15 @@
-"""Prompts as the mains read them: text of one user turn -> token ids, JSONL files -> rows."""
+"""Prompts as the mains read them: JSONL files -> rows; texts and chats -> checked token ids."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from spd_jax.checks import ConfigError
+from spd_jax.requests import check_context
 from spd_jax.weights.files import one_line
 
 
@@ -63,6 +65,12 @@ def _first_turn(line: str, where: str) -> str:
             f'{where}: expected an object with "turns", a list whose first entry is the prompt, or '
             f'with "messages", one of them the user\'s; got {line.strip()[:60]!r}'
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # "\\ud800" is valid JSON
+        raise ConfigError(
+            f"{where}: the prompt has half a character at {error.start}; give it as UTF-8"
+        ) from None
     return text
 
 
@@ -74,9 +82,45 @@ def prompt_ids(target: Any, source: str, texts: list[str]) -> list[list[int]]:
     """
     if not all(texts):
         raise ConfigError("the prompt is empty; give at least one character")
+    _check_tokenizer(target, source)
+    return [target.tokenizer.encode_chat(text) for text in texts]
+
+
+def checked_prompt_ids(
+    target: Any,
+    source: str,
+    named: Iterable[tuple[str, str | list[dict[str, str]]]],
+    max_new_tokens: int,
+    *,
+    limit: str = "max_new_tokens",
+    thinking: bool | None = None,
+) -> list[list[int]]:
+    """Returns the ids of prompts of files, all of them checked before the first is decoded.
+
+    Args:
+      source: what the target was loaded from, for messages.
+      named: the name of each prompt, "file:line", and its text or chat.
+      max_new_tokens: that are asked for; limit: the name of the setting that says so.
+      thinking: as in `ChatTokenizer.render_chat`.
+    Raises:
+      ConfigError: the target has no tokenizer, its template refuses a prompt, or one does not fit
+        the context; the prompt is named.
+    """
+    _check_tokenizer(target, source)
+    prompts = []
+    for name, prompt in named:
+        try:
+            ids = target.tokenizer.encode_chat(prompt, thinking=thinking)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        check_context(target, len(ids), max_new_tokens, f"{name}: prompt", limit)
+        prompts.append(ids)
+    return prompts
+
+
+def _check_tokenizer(target: Any, source: str) -> None:
     if target.tokenizer is None:
         raise ConfigError(
             f"the target {source!r} has no tokenizer, so text cannot be its prompt; add "
             "tokenizer.json to its directory or call spd_jax.decode with token ids"
         )
-    return [target.tokenizer.encode_chat(text) for text in texts]

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from spd_jax.checks import ConfigError
-from spd_jax.prompts import prompt_ids, read_prompts
+from spd_jax.prompts import checked_prompt_ids, prompt_ids, read_prompts
+from spd_jax.weights.tiny import TINY_CONFIG, byte_tokenizer
 
 OWN_PROMPTS = Path(__file__).parent.parent / "infer" / "prompts.jsonl"
 
@@ -52,6 +53,7 @@ def test_messages_give_the_first_of_the_user(tmp_path):
         '{"messages": [{"role": "system", "content": "x"}]}',
         '{"messages": [{"role": "user", "content": 3}]}',
         '{"messages": 3}',
+        '{"turns": ["a\\ud800"]}',
         "[" * 100_000,
         '{"turns": ' + "9" * 5000 + "}",
     ],
@@ -84,6 +86,21 @@ def test_a_prompt_is_one_user_turn_of_the_chat_template():
     tokenizer = SimpleNamespace(encode_chat=lambda text: [len(text), 7])
     target = SimpleNamespace(tokenizer=tokenizer)
     assert prompt_ids(target, "x", ["a", "bcd"]) == [[1, 7], [3, 7]]
+
+
+def test_prompts_of_files_are_named_where_they_cannot_be():
+    target = SimpleNamespace(tokenizer=byte_tokenizer(), config=TINY_CONFIG)
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    (text, turns) = checked_prompt_ids(target, "tiny", [("a:1", "u"), ("a:2", chat)], 8)
+    assert bytes(text) == b"user: u\nassistant: "
+    assert bytes(turns) == b"system: s\nuser: u\nassistant: "
+    for prompt, message in (("a\ud800", "a:3: the text is not valid"), ("x" * 4090, "a:3: prompt")):
+        with pytest.raises(ConfigError) as caught:
+            checked_prompt_ids(target, "tiny", [("a:1", "u"), ("a:3", prompt)], 8, limit="words")
+        assert str(caught.value).startswith(message)
+    assert "lower words" in str(caught.value)
+    with pytest.raises(ConfigError, match="'tiny' has no tokenizer"):
+        checked_prompt_ids(SimpleNamespace(tokenizer=None), "tiny", [], 8)
 
 
 def test_text_for_a_target_without_a_tokenizer_is_an_error():

@@ -22,10 +22,19 @@ from train import configs
 class TrainConfig:
     """Train a Pipeline Draft Module (PDM) for a target model."""
 
-    train_data: str = "train.jsonl"
-    """JSONL of train.prepare to train on."""
-    heldout_data: str | None = None
-    """JSONL of train.prepare to evaluate on. None: no evaluation."""
+    train_data: tuple[str, ...] = ("train.jsonl",)
+    """JSONL or parquet files, folders of them or glob patterns, of chats, text or token ids."""
+    heldout_data: tuple[str, ...] | None = None
+    """The same to evaluate on. None: no evaluation."""
+    thinking: bool = False
+    """Whether the target is served thinking (`enable_thinking` of its chat template)."""
+    overflow: Literal["cut", "discard"] = "cut"
+    """What becomes of rows longer than sequence_len."""
+    packing: bool = False
+    """Fill sequences of sequence_len with several rows each, which do not see each other."""
+    draft_vocab: str | None = None
+    """JSON file of the ids that the draft can propose (of train.vocabulary), in place of
+    draft_vocab_size."""
     workdir: str = "runs/pdm"
     """Folder of this run: checkpoints, heads, metrics.jsonl, run.json. A run there goes on."""
     target: str = "smollm2-135m"
@@ -54,7 +63,7 @@ class TrainConfig:
     its own. None: copies of the target's layers, all ids."""
 
     sequence_len: int = 256
-    """Longest row in tokens; longer rows are cut and the loss is reported."""
+    """Longest row in tokens; what becomes of longer ones is said by overflow."""
     batch_tokens: int = 512
     """Tokens of a batch, padding included: as many rows of one length as fit."""
     state_cache: bool = False
@@ -114,6 +123,7 @@ class TrainConfig:
     """Licence of the trained head, such as apache-2.0, for its card. None: the card names none."""
 
     def __post_init__(self) -> None:
+        self._check_data()
         for name in ("batch_tokens", "sequence_len", "log_every", "eval_every", "eval_rows"):
             _at_least(name, getattr(self, name), 1)
         for name in ("save_every", "keep", "steps", "draft_vocab_size", "d_ff"):
@@ -139,6 +149,27 @@ class TrainConfig:
                 f"{self.batch_tokens}; raise batch_tokens or lower sequence_len"
             )
 
+    def _check_data(self) -> None:
+        for name in ("train_data", "heldout_data"):
+            value = getattr(self, name)
+            if isinstance(value, str):  # one place: the usual case
+                object.__setattr__(self, name, (value,))
+            elif value is not None and not all(isinstance(one, str) for one in value):
+                raise ConfigError(f"{name} must be a path or several, got {value!r}")
+        if not self.train_data:
+            raise ConfigError("train_data must name one place or more, got none")
+        if self.overflow not in ("cut", "discard"):
+            raise ConfigError(f"overflow must be cut or discard, got {self.overflow!r}")
+        if self.packing and self.state_cache:
+            raise ConfigError(
+                "packing and state_cache exclude each other (states are kept row by row); set one "
+                "of them False"
+            )
+        if self.draft_vocab is not None and self.draft_vocab_size is not None:
+            raise ConfigError(
+                "draft_vocab and draft_vocab_size exclude each other; set one of them None"
+            )
+
     @property
     def scoring(self) -> dict[str, Any]:
         """How a draft is compared with its target: settings of `distill.score_positions`."""
@@ -157,6 +188,11 @@ class TrainConfig:
             raise ConfigError(
                 f"sequence_len must be at most {target.max_context} (the target's context), got "
                 f"{self.sequence_len}"
+            )
+        if self.packing and target.delta is not None:
+            raise ConfigError(
+                "packing puts several texts into a row, which the delta-nets of "
+                f"{target.model_type} cannot keep apart; set it False"
             )
         pipeline = PipelineConfig(target.n_layers, self.n_stages)
         return DraftConfig(

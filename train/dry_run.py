@@ -26,6 +26,7 @@ from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.weights import load_target_config
 from train.config import TrainConfig, parse_config
 from train.memory import TrainerBytes, count_trainer
+from train.vocabulary import read_draft_ids
 
 DRY_RUN_FLAGS = ("--dry-run", "--dry_run")
 DRY_RUN_HELP = "With --dry-run, only says what memory the run and its decoding need."
@@ -179,6 +180,8 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def _stand_in_ids(config: TrainConfig, target: TargetConfig) -> tuple[int, ...] | None:
     """As many draft ids as the run will choose from its data, spread evenly over the ranks."""
+    if config.draft_vocab is not None:
+        return read_draft_ids(config.draft_vocab, target.vocab_size)
     n_ids = config.draft_vocab_size
     if n_ids is not None and n_ids > target.vocab_size:
         raise ConfigError(

@@ -16,8 +16,9 @@ import numpy as np
 from spd_jax.config import DraftConfig, TargetConfig
 from spd_jax.models.distill import IGNORED, score_positions
 from spd_jax.ops.lookup import hits_by_position
+from train.batches import ordered_batches
 from train.config import TrainConfig
-from train.data import Row, ordered_batches
+from train.data import Row
 from train.teacher import Teacher, teacher_outputs
 
 SUMS = ("loss", "n_covered", "agree_target", "agree_text")

@@ -13,8 +13,8 @@ from jax.extend.core import Literal
 from spd_jax.config import DraftConfig, TargetConfig
 from spd_jax.ops.vocabulary import chunk_rows
 from spd_jax.pipeline.sizes import n_bytes
+from train.batches import make_batch
 from train.config import TrainConfig
-from train.data import make_batch
 from train.optimizer import learning_rate, make_optimizer
 from train.step import init_state, make_loss, make_train_step
 from train.teacher import run_target

@@ -33,9 +33,11 @@ from spd_jax.models.draft import (
 )
 from spd_jax.weights import LoadedTarget, load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
+from train.batches import training_batches
+from train.chats import ChatReader
 from train.checkpoint import has_checkpoint, restore_latest, save_state
 from train.config import TrainConfig, parse_config
-from train.data import Corpus, count_draft_ids, last_answers, read_corpus, training_batches
+from train.data import Corpus, last_answers, read_corpus
 from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
 from train.evaluate import describe_figures, evaluate, make_eval_step
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
@@ -46,6 +48,7 @@ from train.record import read_record, write_record
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
 from train.teacher import StateCache, Teacher
+from train.vocabulary import check_same_ids, run_draft_ids
 
 PROG = "python -m train.pdm"
 MAX_SKIPPED = 20  # batches in a row without a valid position: something is wrong with the data
@@ -99,7 +102,11 @@ def train(this: Run) -> tuple[TrainState, int]:
     """Runs the training loop; returns the last state, which is saved, and the planned batches."""
     config, draft, target = this.config, this.draft, this.target.config
     batches, n_epoch = training_batches(
-        this.corpus.rows, config.sequence_len, config.batch_tokens, config.seed
+        this.corpus.rows,
+        config.sequence_len,
+        config.batch_tokens,
+        config.seed,
+        packing=config.packing,
     )
     n_steps = config.steps or math.ceil(config.epochs * n_epoch)
     schedule = learning_rate(config, n_steps)
@@ -133,7 +140,7 @@ def train(this: Run) -> tuple[TrainState, int]:
             position += 1
             n_skipped = 0 if metrics["n_valid"] else n_skipped + 1
             check_step(metrics, position, n_skipped)
-            window.add(metrics, n_tokens=int(batch["attention_mask"].sum()))
+            window.add(metrics, n_tokens=int((batch["attention_mask"] > 0).sum()))
             progress.advance(position)
             is_last = position == n_steps
             if position % config.log_every == 0 or is_last:
@@ -180,10 +187,15 @@ def make_judge(this: Run) -> Callable[[Any], dict[str, Any]] | None:
     return lambda params: evaluate(eval_step, teacher, this.target_params, params, rows, config)
 
 
-def read_data(path: str, config: TrainConfig, target: LoadedTarget) -> Corpus:
-    """Reads a file of rows and says what it holds."""
-    corpus = read_corpus(path, target.config.vocab_size, config.sequence_len)
-    say(f"{path}: {corpus.describe()}")
+def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -> Corpus:
+    """Reads files of rows and says what they hold."""
+    say(f"reading {', '.join(names)} ...")
+    reader = ChatReader(target.tokenizer, target.stop_ids, config.thinking)
+    corpus = read_corpus(
+        names, target.config.vocab_size, config.sequence_len, reader, config.overflow
+    )
+    for line in corpus.describe():
+        say(line)
     return corpus
 
 
@@ -200,18 +212,14 @@ def open_run(
         config, draft, notes = read_record(workdir, config, draft, corpus.sha256)
         for note in notes:
             say(f"note: {note}")
+        check_same_ids(config, draft, target)
     else:
         if (workdir / RECORD_NAME).exists():
             say(f"note: the run in {workdir} has no checkpoint; it starts anew")
         start = None if config.start_from is None else read_start(config, target)
-        if config.draft_vocab_size is not None:
-            ids, mass = count_draft_ids(
-                corpus.rows,
-                config.draft_vocab_size,
-                target.config.vocab_size,
-                target.stop_ids,
-                among=None if start is None else start[0].draft_ids,
-            )
+        among = None if start is None else start[0].draft_ids
+        ids, mass = run_draft_ids(config, corpus.rows, target, among)
+        if ids is not None:
             say(f"{len(ids)} draft ids cover {mass:.2%} of the scored training ids")
             draft = dataclasses.replace(draft, draft_ids=ids)
     check_pair(target.config, draft)

@@ -2,6 +2,7 @@
 target's own.
 
     python -m train.prepare --out data/train.jsonl --rows 2000
+    python -m train.prepare --out data/train.jsonl --rows 2000 --prompts chats/*.parquet
 
 One JSON object a line: `messages`, `input_ids`, `loss_mask` (1 = written by the target),
 `temperature`, and which round and settings it is of. Started again, it goes on after the last
@@ -15,7 +16,6 @@ import hashlib
 import json
 import math
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -23,14 +23,15 @@ from typing import Literal
 import numpy as np
 
 import spd_jax
-from spd_jax import ConfigError, SamplingConfig, Target
+from spd_jax import ConfigError, Target
 from spd_jax.commandline import parse_flags, run, say
-from spd_jax.prompts import read_prompts
-from spd_jax.requests import check_context
+from spd_jax.prompts import checked_prompt_ids
 from spd_jax.weights.files import file_sha256, one_line, sole_writer
+from train.dialogues import OpenChat, answer_chats, open_chat, read_chat_prompts, self_written
+from train.progress import RoundProgress
+from train.sources import find_files
 
 OWN_START = b'{"messages": '  # of every row written here
-STEMS = Path(__file__).with_name("stems.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,14 @@ class PrepareConfig:
     """Conversations in the file when done, rounded up to whole rounds."""
     target: str = "smollm2-135m"
     """Whose text it is: as in infer.decode."""
-    prompts: Path | None = None
-    """JSONL with `turns` or `messages`. None: the target writes the prompts itself."""
+    prompts: tuple[str, ...] | None = None
+    """Files, folders or glob patterns of chats (as train_data of train.pdm) or of `turns`. None:
+    the target writes the prompts itself."""
+    regenerate: Literal["all", "last"] = "all"
+    """all: the target gives every answer of a chat, in order; last: only the last one, after those
+    of the file."""
+    thinking: bool = False
+    """Whether the target is served thinking (`enable_thinking` of its chat template)."""
     batch_size: int = 48
     """Conversations generated at once: one round."""
     temperatures: tuple[float, ...] = (0.0, 0.7)
@@ -64,6 +71,8 @@ class PrepareConfig:
         for name in ("rows", "batch_size", "prompt_tokens", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.prompts is not None and not self.prompts:
+            raise ConfigError("prompts must name one place or more, got none")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
         drawn_at = (*self.temperatures, self.prompt_temperature)
@@ -71,88 +80,41 @@ class PrepareConfig:
             raise ConfigError("temperatures must be one or more numbers that are not negative")
 
 
-@dataclasses.dataclass(frozen=True)
-class OpenChat:
-    """A conversation before its answer: ids, which of them the target wrote, and the text."""
-
-    ids: list[int]  # up to and including the generation prompt
-    loss_mask: list[int]  # one per id
-    user: str
-
-
-def from_file(target: Target, prompts: list[str], round_idx: int, size: int) -> list[OpenChat]:
-    """The next `size` prompts of the file, in order and around again."""
-    chats = []
-    for idx in range(round_idx * size, (round_idx + 1) * size):
-        user = prompts[idx % len(prompts)]
-        ids = target.tokenizer.encode_chat(user)
-        chats.append(OpenChat(ids, [0] * len(ids), user))
-    return chats
-
-
-def self_written(target: Target, config: PrepareConfig, round_idx: int) -> list[OpenChat]:
-    """Lets the target write user turns that go on from short stems."""
-    tokenizer = target.tokenizer
-    stems = [json.loads(line) for line in STEMS.read_text(encoding="utf-8").splitlines()]
-    rng = np.random.default_rng([config.seed, round_idx])
-    chosen = [stems[i] for i in rng.integers(len(stems), size=config.batch_size)]
-    marker = "\N{WHITE SQUARE}"
-    before, after = _around(tokenizer.encode_chat, marker, tokenizer)
-    starts = [before + tokenizer.encode(stem) for stem in chosen]
-    written = spd_jax.generate(
+def next_chats(
+    target: Target, config: PrepareConfig, prompts: Sequence[OpenChat] | None, round_idx: int
+) -> list[OpenChat]:
+    """Returns the conversations of a round: those of the files in order and around again, or new
+    ones."""
+    size = config.batch_size
+    if prompts is not None:
+        first = round_idx * size
+        return [prompts[i % len(prompts)] for i in range(first, first + size)]
+    return self_written(
         target,
-        starts,
+        np.random.default_rng([config.seed, round_idx]),
+        [_seed(config, round_idx, b) for b in range(size)],
         max_new_tokens=config.prompt_tokens,
-        sampling=SamplingConfig(temperature=config.prompt_temperature),
-        seed=[_seed(config, round_idx, b) for b in range(config.batch_size)],
+        temperature=config.prompt_temperature,
+        thinking=config.thinking,
     )
-    chats = []
-    for start, result in zip(starts, written, strict=True):
-        new = [i for i in result.tokens if i not in target.stop_ids]
-        ids = start + new
-        mask = [0] * len(start) + [1] * len(new) + [0] * len(after)
-        chats.append(OpenChat(ids + after, mask, tokenizer.decode(ids[len(before) :])))
-    return chats
-
-
-def _around(encode_chat, marker: str, tokenizer) -> tuple[list[int], list[int]]:
-    """Token ids of the chat template before and after a user turn."""
-    whole, inner = encode_chat(marker), tokenizer.encode(marker)
-    for start in range(len(whole) - len(inner) + 1):
-        if whole[start : start + len(inner)] == inner:
-            return whole[:start], whole[start + len(inner) :]
-    raise ConfigError("the target's chat template changes the user's text; pass --prompts")
-
-
-def _seed(config: PrepareConfig, round_idx: int, b: int) -> int:
-    sequence = np.random.SeedSequence([config.seed, round_idx, b])
-    return int(sequence.generate_state(1)[0])
 
 
 def write_round(
     target: Target, config: PrepareConfig, chats: list[OpenChat], round_idx: int
-) -> list[dict]:
-    """Generates the answers of one round and returns its rows."""
-    temperature = config.temperatures[round_idx % len(config.temperatures)]
-    answers = spd_jax.generate(
+) -> tuple[list[dict], int]:
+    """Generates the answers of one round; returns its rows and how many answers were left out."""
+    return answer_chats(
         target,
-        [chat.ids for chat in chats],
+        chats,
+        lambda b, turn: _seed(config, round_idx, b, *([turn] if turn else [])) ^ 1,
         max_new_tokens=config.answer_tokens,
-        sampling=SamplingConfig(temperature=temperature),
-        seed=[_seed(config, round_idx, b) ^ 1 for b in range(len(chats))],
+        temperature=config.temperatures[round_idx % len(config.temperatures)],
+        thinking=config.thinking,
     )
-    return [
-        {
-            "messages": [
-                {"role": "user", "content": chat.user},
-                {"role": "assistant", "content": answer.text},
-            ],
-            "input_ids": chat.ids + answer.tokens,
-            "loss_mask": chat.loss_mask + [1] * len(answer.tokens),
-            "temperature": temperature,
-        }
-        for chat, answer in zip(chats, answers, strict=True)
-    ]
+
+
+def _seed(config: PrepareConfig, *place: int) -> int:
+    return int(np.random.SeedSequence([config.seed, *place]).generate_state(1)[0])
 
 
 def append(path: Path, rows: list[dict], mark: dict) -> None:
@@ -213,8 +175,29 @@ def settings_digest(config: PrepareConfig, target_sha256: str) -> str:
     fields = dataclasses.asdict(config) | {"target": target_sha256}
     del fields["out"], fields["rows"]
     if config.prompts is not None:
-        fields["prompts"] = file_sha256(config.prompts)
+        fields["prompts"] = [file_sha256(path) for path in find_files(config.prompts)]
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def read_open_chats(target: Target, config: PrepareConfig) -> list[OpenChat]:
+    """Reads the prompts of the files, says what was skipped, and encodes each once.
+
+    Raises:
+      ConfigError: a file has no prompt, or one does not fit the context (it is named).
+    """
+    prompts, tallies = read_chat_prompts(config.prompts, config.regenerate)
+    for tally in tallies:
+        if tally.n_skipped:
+            say(f"{tally.path}: {tally.n_used} prompts; {tally.describe_skipped()}")
+    encoded = checked_prompt_ids(
+        target,
+        config.target,
+        [(prompt.name, prompt.parts[0]) for prompt in prompts],
+        config.answer_tokens,
+        limit="answer_tokens",
+        thinking=config.thinking,
+    )
+    return [open_chat(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -225,34 +208,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = spd_jax.load_target(config.target, config.dtype)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
-    prompts = None
-    if config.prompts is not None:
-        rows = list(read_prompts(config.prompts))
-        prompts = [row.text for row in rows]
-        for row in rows:
-            ids = target.tokenizer.encode_chat(row.text)
-            name = f"{row.path}:{row.line}: prompt"
-            check_context(target, len(ids), config.answer_tokens, name, "answer_tokens")
+    prompts = None if config.prompts is None else read_open_chats(target, config)
     with sole_writer(config.out.with_name(f".{config.out.name}.lock")):
         write_rounds(target, config, prompts)
     return 0
 
 
-def write_rounds(target: Target, config: PrepareConfig, prompts: list[str] | None) -> None:
+def write_rounds(target: Target, config: PrepareConfig, prompts: list[OpenChat] | None) -> None:
     """Generates rounds until the file holds enough rows."""
     settings = settings_digest(config, target.sha256)
-    first, began, n_tokens = resume(config, settings), time.perf_counter(), 0
+    first, n_left_out = resume(config, settings), 0
     n_rounds = -(-config.rows // config.batch_size)
-    for round_idx in range(first, n_rounds):
-        if prompts is None:
-            chats = self_written(target, config, round_idx)
-        else:
-            chats = from_file(target, prompts, round_idx, config.batch_size)
-        rows = write_round(target, config, chats, round_idx)
-        append(config.out, rows, {"round": round_idx, "settings": settings})
-        n_tokens += sum(sum(row["loss_mask"]) for row in rows)
-        rate = n_tokens / (time.perf_counter() - began)
-        say(f"round {round_idx + 1}/{n_rounds}: {n_tokens} tokens written, {rate:.0f} a second")
+    with RoundProgress(n_rounds, first) as progress:
+        for round_idx in range(first, n_rounds):
+            chats = next_chats(target, config, prompts, round_idx)
+            rows, n = write_round(target, config, chats, round_idx)
+            append(config.out, rows, {"round": round_idx, "settings": settings})
+            n_left_out += n
+            progress.advance(sum(sum(row["loss_mask"]) for row in rows))
+    if n_left_out:
+        say(
+            f"{n_left_out} later answers were left out: the context or the chat template does not "
+            "allow them"
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from spd_jax.weights.files import read_json, replace_file
 from train.config import TrainConfig
 
 NAME = "run.json"
-ORDER_FIELDS = ("seed", "sequence_len", "batch_tokens")  # these and the data set the batches
+ORDER_FIELDS = ("seed", "sequence_len", "batch_tokens", "packing")  # and the data: the batches
 LOSS_FIELDS = ("steps", "epochs", "lr", "warmup_steps", "schedule", "clip_norm", "b2")
 LOSS_FIELDS += ("weight_decay", "temperature", "loss", "outside", "tv_weight", "mask_mode")
 LOSS_FIELDS += ("expected_alpha", "dtype")
@@ -71,7 +71,7 @@ def read_record(
                 f"say {now}; change it back or give a new workdir"
             )
     n_ids = None if draft.draft_ids is None else len(draft.draft_ids)
-    if n_ids != config.draft_vocab_size:
+    if config.draft_vocab is None and n_ids != config.draft_vocab_size:
         raise ConfigError(
             f"the run in {workdir} has draft_vocab_size {n_ids}, the settings say "
             f"{config.draft_vocab_size}; change it back or give a new workdir"

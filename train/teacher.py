@@ -42,7 +42,7 @@ class Teacher:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns the batch on the device, with the target's outputs."""
         batch = dict(batch)
-        numbers = [n for n in batch.pop("row_numbers").tolist() if n >= 0]
+        numbers = [n for n in batch.pop("row_numbers").ravel().tolist() if n >= 0]
         lens = [len(self._rows[n].ids) for n in numbers]
         known = self._cache and self._cache.read(numbers, lens, batch["input_ids"].shape)
         on_device = jax.device_put(batch)
@@ -117,7 +117,10 @@ class StateCache:
         Raises:
           ConfigError: the disk has no room for them.
         """
-        identity = repr((corpus.sha256, target_sha256, kept, str(jnp.dtype(dtype))))
+        scored = hashlib.sha256(b"".join(row.scored_mask.tobytes() for row in corpus.rows))
+        identity = repr(
+            (corpus.sha256, scored.hexdigest(), target_sha256, kept, str(jnp.dtype(dtype)))
+        )
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._starts = np.cumsum([0, *(len(row.ids) for row in corpus.rows)])
         n_tokens = int(self._starts[-1])

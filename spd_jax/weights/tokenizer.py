@@ -55,11 +55,33 @@ class ChatTokenizer:
             ) from None
         return self._fast.encode(text, add_special_tokens=False)
 
-    def encode_chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: str | Sequence[dict[str, str]], thinking: bool | None = None
+    ) -> list[int]:
         """Returns the ids of a conversation and the opening of the assistant's turn.
 
         Args:
           messages: {"role", "content"} dicts, or a string: one user turn.
+          thinking: as in `render_chat`.
+        Raises:
+          ConfigError: the tokenizer has no chat template, or it refuses the messages.
+        """
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.encode(self.render_chat(messages, opens_turn=True, thinking=thinking))
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        opens_turn: bool,
+        thinking: bool | None = None,
+    ) -> str:
+        """Returns the chat template's text of a conversation.
+
+        Args:
+          opens_turn: the opening of the assistant's turn follows (the generation prompt).
+          thinking: what the template gets as `enable_thinking`; None: nothing.
         Raises:
           ConfigError: the tokenizer has no chat template, or it refuses the messages.
         """
@@ -67,20 +89,24 @@ class ChatTokenizer:
             raise ConfigError(
                 "this target's tokenizer has no chat template; give the prompt as token ids"
             )
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
+        settings = {} if thinking is None else {"enable_thinking": thinking}
         try:
-            text = self._fast.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+            return self._fast.apply_chat_template(
+                list(messages), add_generation_prompt=opens_turn, tokenize=False, **settings
             )
         except Exception as error:  # jinja2 raises many types for a template's own refusals
             reason = " ".join(str(error).split())
             raise ConfigError(f"the chat template refused the messages: {reason}") from None
-        return self.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of ids, special tokens skipped."""
-        return self._fast.backend_tokenizer.decode([int(i) for i in ids])
+    def marker_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Returns the texts of those ids that are markers: no ordinary text becomes them."""
+        added = self._fast.backend_tokenizer.get_added_tokens_decoder()
+        return tuple(added[i].content for i in ids if i in added)
+
+    def decode(self, ids: Sequence[int], *, with_markers: bool = False) -> str:
+        """Returns the text of ids, special tokens skipped unless asked for."""
+        backend = self._fast.backend_tokenizer
+        return backend.decode([int(i) for i in ids], skip_special_tokens=not with_markers)
 
     def stream(self) -> TextStream:
         """Returns a fresh incremental decoder."""

@@ -1,5 +1,6 @@
 """Named settings, overrides on the command line, and what a slip of the finger gets."""
 
+import dataclasses
 import importlib
 import pkgutil
 
@@ -7,7 +8,7 @@ import pytest
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import run
-from spd_jax.weights import load_target_files
+from spd_jax.weights import load_target_config, load_target_files
 from train import configs
 from train.config import TrainConfig, config_names, named_config, parse_config
 
@@ -28,6 +29,15 @@ def test_fields_are_overridden_on_the_command_line():
     assert (config.lr, config.anchors, config.state_cache) == (0.5, (0, 5), True)
     assert config.n_stages == named_config("tiny_n4").n_stages
     assert parse_config(PROG, ["--config=tiny_n4", "--batch_tokens", "128"]).batch_tokens == 128
+
+
+def test_data_are_one_place_or_several():
+    assert TrainConfig(train_data="a.jsonl").train_data == ("a.jsonl",)
+    argv = ["--config", "tiny_n4", "--train-data", "a", "b*.parquet", "--heldout-data", "c"]
+    config = parse_config(PROG, argv)
+    assert (config.train_data, config.heldout_data) == (("a", "b*.parquet"), ("c",))
+    assert parse_config(PROG, ["--config", "smollm2_n5"]).heldout_data == ("data/heldout.jsonl",)
+    assert parse_config(PROG, [*argv[:2], "--heldout-data", "None"]).heldout_data is None
 
 
 def test_an_unknown_config_is_an_error_that_suggests():
@@ -69,6 +79,11 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
         ({"epochs": float("inf")}, "epochs must be a number above 0, got inf"),
         ({"expected_alpha": 1.0}, "expected_alpha must be between 0 and 1"),
         ({"seed": 2**70}, "seed must be below"),
+        ({"train_data": ()}, "train_data must name one place or more"),
+        ({"heldout_data": (3,)}, "heldout_data must be a path or several"),
+        ({"overflow": "split"}, "overflow must be cut or discard, got 'split'"),
+        ({"packing": True, "state_cache": True}, "packing and state_cache exclude each other"),
+        ({"draft_vocab": "v.json", "draft_vocab_size": 9}, "draft_vocab_size exclude each other"),
     ],
 )
 def test_values_that_cannot_be_are_errors(fields, message):
@@ -93,3 +108,10 @@ def test_rows_beyond_the_targets_context_are_refused():
     )
     with pytest.raises(ConfigError, match="sequence_len must be at most 4096 .* got 4097"):
         config.draft_config(target, None, "")
+
+
+def test_packing_is_refused_for_delta_nets():
+    target, _ = load_target_config("Qwen/Qwen3.5-4B")
+    config = dataclasses.replace(named_config("qwen4b_n8"), packing=True)
+    with pytest.raises(ConfigError, match="packing puts several texts into a row"):
+        config.draft_config(target, None, None)

@@ -1,25 +1,21 @@
-"""Rows: what is refused, skipped and cut; batches: each row once an epoch, resumable by number."""
+"""Rows: what is used, skipped with a reason, cut or discarded; the digest; hostile files."""
 
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from spd_jax.checks import ConfigError
-from spd_jax.models.distill import IGNORED
-from train.data import (
-    Corpus,
-    Row,
-    bucket_len,
-    count_draft_ids,
-    last_answers,
-    make_batch,
-    ordered_batches,
-    read_corpus,
-    training_batches,
-)
+from tests.train.templates import ALTERNATING, THINKING, markers_tokenizer
+from train.chats import ChatReader
+from train.data import Corpus, Row, last_answers, read_corpus
+from train.sources import find_files
 
 GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "temperature": 0.7}
+CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
+VOCAB_SIZE = 300
 
 
 def write(path, *rows, end="\n"):
@@ -28,131 +24,259 @@ def write(path, *rows, end="\n"):
     return path
 
 
-def make_row(n, number=0):
-    ids = np.full(n, number, np.int32)
-    return Row(ids, np.ones(n, bool), 0.7, number)
+def reader(template=ALTERNATING):
+    return ChatReader(markers_tokenizer(template))
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "reason"),
     [
-        ("{not json}", "not a JSON row"),
-        ("[1]", "must be a JSON object, got list"),
-        ({**GOOD, "input_ids": "abc"}, "input_ids must be a list of integers"),
-        ({**GOOD, "input_ids": [1, 2.5, 3]}, "input_ids must be a list of integers"),
-        ({**GOOD, "loss_mask": [True, True, True]}, "loss_mask must be a list of integers"),
-        ({"input_ids": [1]}, "loss_mask must be a list of integers"),
-        ({**GOOD, "loss_mask": [0, 1]}, "one entry per id, got 2 for 3 ids"),
-        ({**GOOD, "loss_mask": [0, 1, 2]}, "must hold 0 and 1 only"),
-        ({**GOOD, "input_ids": [1, 2, 64]}, "from 0 to 63, got 64"),
-        ({**GOOD, "input_ids": [-1, 2, 3]}, "from 0 to 63, got -1"),
-        ({**GOOD, "temperature": "warm"}, "temperature must be a number >= 0, got 'warm'"),
+        ("{not json}", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ("[" * 100_000, "not JSON"),
+        ('{"input_ids": [' + "9" * 5000 + "]}", "not JSON"),
+        ({**GOOD, "input_ids": "abc"}, "input_ids is not a list of integers"),
+        ({**GOOD, "loss_mask": [0, 1]}, "loss_mask has not one entry per id"),
+        ({**GOOD, "loss_mask": [1, 0, 0]}, "nothing to score"),
+        ({**GOOD, "temperature": "warm"}, "temperature is not a number from 0 to 1000"),
+        ({**GOOD, "temperature": 10**400}, "temperature is not a number from 0 to 1000"),
+        ({**GOOD, "temperature": float("nan")}, "temperature is not a number from 0 to 1000"),
+        ({"text": "no tokenizer"}, "text for a target that has no tokenizer"),
     ],
 )
-def test_a_bad_row_is_an_error_that_names_file_and_line(tmp_path, row, message):
-    path = write(tmp_path / "rows.jsonl", GOOD, row, GOOD)
-    with pytest.raises(ConfigError, match=message) as error:
+def test_a_bad_row_is_skipped_and_counted_with_its_line(tmp_path, row, reason):
+    path = write(tmp_path / "rows.jsonl", GOOD, "", row, GOOD, row)
+    corpus = read_corpus(path, 64, 8)
+    assert len(corpus.rows) == 2
+    (line,) = corpus.describe()
+    assert line == (f"{path}: 2 rows, 6 tokens, 4 scored; 2 skipped: 2 {reason} (lines 3, 5)")
+
+
+@pytest.mark.parametrize("wrong", [64, -1, 10**300])
+def test_an_id_beyond_the_vocabulary_is_an_error_that_names_the_line(tmp_path, wrong):
+    path = write(tmp_path / "rows.jsonl", GOOD, {**GOOD, "input_ids": [1, 2, wrong]})
+    with pytest.raises(ConfigError, match="from 0 to 63, got .*with the same target") as error:
         read_corpus(path, 64, 8)
-    assert f"{path}:2:" in str(error.value)
-    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{path}:2: ") and len(str(error.value)) < 300
 
 
 def test_a_file_that_gives_no_row_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="cannot read training rows"):
+    with pytest.raises(ConfigError, match="cannot read the data"):
         read_corpus(tmp_path / "absent.jsonl", 64, 8)
-    with pytest.raises(ConfigError, match="no usable row"):
+    with pytest.raises(ConfigError, match="no usable row; it has no rows"):
         read_corpus(write(tmp_path / "empty.jsonl"), 64, 8)
-    unscored = write(tmp_path / "unscored.jsonl", {**GOOD, "loss_mask": [1, 0, 0]})
-    with pytest.raises(ConfigError, match="no usable row \\(1 without a scored id\\)"):
-        read_corpus(unscored, 64, 8)
+    unscored = write(tmp_path / "unscored.jsonl", {**GOOD, "loss_mask": [1, 0, 0]}, "[]")
+    with pytest.raises(ConfigError) as error:
+        read_corpus([write(tmp_path / "good.jsonl", GOOD), unscored], 64, 8)
+    assert str(error.value) == (
+        f"{unscored}: no usable row; 2 skipped: 1 nothing to score (line 1), 1 not a JSON object "
+        "(line 2); give chats, text or the rows of train.prepare"
+    )
 
 
-def test_skipped_rows_and_cut_tokens_are_counted(tmp_path):
-    unscored = {**GOOD, "loss_mask": [0, 0, 0]}
+def test_long_rows_are_cut_or_discarded(tmp_path):
     long = {"input_ids": [5] * 10, "loss_mask": [0, *[1] * 9]}
-    path = write(tmp_path / "rows.jsonl", GOOD, unscored, long, '{"input_ids": [1,', end="")
+    late = {"input_ids": [5] * 10, "loss_mask": [*[0] * 8, 1, 1]}
+    path = write(tmp_path / "rows.jsonl", GOOD, long, late)
+    cut = read_corpus(path, 64, 8)
+    assert [len(row.ids) for row in cut.rows] == [3, 8]
+    assert [row.number for row in cut.rows] == [0, 1]
+    (line,) = cut.describe()
+    assert "2 rows, 11 tokens, 9 scored; 2 tokens beyond sequence_len cut; 1 skipped" in line
+    assert "1 nothing to score before sequence_len (line 3)" in line
+    discarded = read_corpus(path, 64, 8, overflow="discard")
+    assert [len(row.ids) for row in discarded.rows] == [3]
+    assert "2 longer than sequence_len 8 (lines 2, 3)" in discarded.describe()[0]
+
+
+def test_a_line_that_a_writer_left_unfinished_is_skipped(tmp_path):
+    path = write(tmp_path / "rows.jsonl", GOOD, '{"input_ids": [1,', end="")
+    assert "1 not JSON, cut short (line 2)" in read_corpus(path, 64, 8).describe()[0]
+
+
+def test_bytes_that_are_no_text_and_enormous_lines_are_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.sources.MAX_LINE", 2**20)
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps(GOOD).encode()
+    huge = b'{"text": "' + b"a" * 3 * 2**20 + b'"}'
+    path.write_bytes(b"\xef\xbb\xbf" + b"\n".join([good, b'{"text": "\xe9"}', huge, good]))
     corpus = read_corpus(path, 64, 8)
-    assert [len(row.ids) for row in corpus.rows] == [3, 8]
-    assert [row.number for row in corpus.rows] == [0, 1]
-    assert (corpus.n_skipped, corpus.n_cut) == (2, 2)
-    assert "2 rows, 11 tokens, 9 of them scored; 2 rows skipped" in corpus.describe()
-    assert "2 tokens beyond sequence_len cut" in corpus.describe()
+    assert len(corpus.rows) == 2  # a byte order mark is no reason
+    assert "1 not UTF-8 (line 2), 1 larger than 1 MiB (line 3)" in corpus.describe()[0]
 
 
-def test_an_unfinished_line_inside_the_file_is_an_error(tmp_path):
-    path = write(tmp_path / "rows.jsonl", '{"input_ids": [1,', GOOD)
-    with pytest.raises(ConfigError, match=":1: not a JSON row"):
+def test_every_form_may_be_mixed_in_a_file(tmp_path):
+    share = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+    path = write(tmp_path / "rows.jsonl", CHAT, share, {"text": "plain"}, {"input_ids": [7, 8]})
+    corpus = read_corpus(path, VOCAB_SIZE, 64, reader())
+    chat, same, text, ids = corpus.rows
+    np.testing.assert_array_equal(chat.ids, same.ids)
+    assert chat.scored_mask.sum() == 3  # y, o and the end of the turn
+    assert bytes(text.ids.tolist()) == b"plain" and text.scored_mask.all()
+    assert ids.ids.tolist() == [7, 8] and text.temperature == 1.0
+
+
+def test_parquet_gives_the_rows_of_jsonl(tmp_path):
+    bad = {"messages": [{"role": "owner", "content": "x"}]}
+    rows = [CHAT, {"text": "plain"}, {**GOOD, "input_ids": [1, 2, 3]}, bad]
+    names = ("messages", "text", "input_ids", "loss_mask", "temperature", "other")
+    table = pa.Table.from_pylist([{n: row.get(n) for n in names[:-1]} for row in rows])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    lines = write(tmp_path / "rows.jsonl", *rows)
+    ours, theirs = (
+        read_corpus(path, VOCAB_SIZE, 64, reader()) for path in (tmp_path / "rows.parquet", lines)
+    )
+    assert ours.sha256 == theirs.sha256 and len(ours.rows) == 3
+    assert "1 skipped: 1 a turn of unknown role (row 4)" in ours.describe()[0]
+    with pytest.raises(ConfigError, match=r"rows.parquet:row 3: ids must be from 0 to 2"):
+        read_corpus(tmp_path / "rows.parquet", 3, 64)
+
+
+def test_a_parquet_file_that_is_none_is_an_error(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["x"]}), path)
+    with pytest.raises(ConfigError, match="expected one of the columns .* got prompt"):
         read_corpus(path, 64, 8)
+    whole = path.read_bytes()
+    for damaged in (b"", b"PAR1", whole[: len(whole) // 2], whole[:-6] + b"\xff" * 6):
+        path.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"rows.parquet: ") as error:
+            read_corpus(path, 64, 8)
+        assert "\n" not in str(error.value)
 
 
-def test_labels_are_the_scored_ids():
-    row = Row(np.array([7, 8, 9], np.int32), np.array([False, True, True]), 0.0, 4)
-    batch = make_batch([row], n_rows=2, length=4)
-    assert batch["input_ids"].tolist() == [[7, 8, 9, 0], [0, 0, 0, 0]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
-    assert batch["labels"].tolist() == [[IGNORED, 8, 9, IGNORED], [IGNORED] * 4]
-    assert batch["row_numbers"].tolist() == [4, -1]
+def test_bytes_that_are_no_text_in_parquet_are_skipped(tmp_path):
+    binary = pa.array([b"fine", b"\xff\xfe"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, binary.buffers())
+    pq.write_table(pa.table({"text": text}), tmp_path / "rows.parquet")
+    corpus = read_corpus(tmp_path / "rows.parquet", VOCAB_SIZE, 64, reader())
+    assert "1 rows, 4 tokens, 4 scored; 1 skipped: 1 not UTF-8 (row 2)" in corpus.describe()[0]
 
 
-def test_lengths_are_multiples_of_64_up_to_the_longest():
-    assert [bucket_len(n, 160) for n in (1, 64, 65, 128, 129, 160)] == [64, 64, 128, 128, 160, 160]
+def test_folders_and_patterns_name_their_files_once_and_in_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "notes.txt", ".hidden/d.jsonl"):
+        write(tmp_path / name, GOOD)
+    expected = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "sub/c.jsonl")]
+    assert find_files(tmp_path) == expected
+    assert find_files([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")]) == expected[:2]
+    corpus = read_corpus(tmp_path, 64, 8)
+    assert corpus.describe()[-1] == "3 files: 3 rows, 9 tokens, 6 scored; 0 skipped"
+    for nowhere in (tmp_path / "sub" / "*.parquet", [], tmp_path / ".hidden" / "e*"):
+        with pytest.raises(ConfigError, match="expected"):
+            find_files(nowhere)
 
 
-def test_an_epoch_holds_every_row_once_and_differs_from_the_next():
-    n_epochs = 3
-    rows = [make_row(n, i) for i, n in enumerate([20, 60, 64, 65, 99, 128, 129, 10, 80, 18, 16])]
-    batches, n_batches = training_batches(rows, 192, 256, seed=1)
-    orders = []
-    for epoch in range(n_epochs):
-        numbers = []
-        for i in range(n_batches):
-            batch = batches[epoch * n_batches + i]
-            assert batch["input_ids"].size <= 256
-            numbers += [n for n in batch["row_numbers"].tolist() if n >= 0]
-        assert sorted(numbers) == list(range(len(rows)))
-        orders.append(tuple(numbers))
-    assert len(set(orders)) == n_epochs
-    shapes = {batches[i]["input_ids"].shape for i in range(n_epochs * n_batches)}
-    assert shapes == {(4, 64), (2, 128), (1, 192)}  # few compilations
+def test_the_digest_is_of_ids_and_masks(tmp_path):
+    digests = [
+        read_corpus(write(tmp_path / f"{i}.jsonl", *rows), 64, 8).sha256
+        for i, rows in enumerate(
+            [[GOOD], ["[]", GOOD], [GOOD, GOOD], [{**GOOD, "loss_mask": [0, 0, 1]}]]
+        )
+    ]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
-def test_a_batch_depends_on_rows_seed_and_number_alone():
-    rows = [make_row(9, i) for i in range(30)]
-    first, _ = training_batches(rows, 32, 64, seed=1)
-    again, _ = training_batches(rows, 32, 64, seed=1)
-    other, _ = training_batches(rows, 32, 64, seed=2)
-    numbers = [b["row_numbers"].tolist() for b in (first[17], again[17], other[17])]
-    assert numbers[0] == numbers[1] != numbers[2]
-
-
-def test_ordered_batches_hold_every_row_once():
-    rows = [make_row(n, i) for i, n in enumerate([100, 3, 70, 4, 5])]
-    members = [[row.number for row in chosen] for chosen, _ in ordered_batches(rows, 128, 128)]
-    assert members == [[1, 3], [4], [0], [2]]
-
-
-def test_draft_ids_are_the_most_frequent_scored_ids_and_the_stop_ids():
-    ids = np.array([9, 9, 9, 3, 3, 5, 7, 7, 7, 7], np.int32)
-    mask = np.array([1, 1, 1, 1, 1, 1, 0, 0, 0, 0], bool)  # 7 is prompt only
-    rows = [Row(ids, mask, 0.0)]
-    assert count_draft_ids(rows, 3, 12, stop_ids=(11,)) == ((3, 9, 11), 5 / 6)
-    assert count_draft_ids(rows, 1, 12, stop_ids=()) == ((9,), 3 / 6)
-    filled, mass = count_draft_ids(rows, 6, 12, stop_ids=(11,))
-    assert filled == (0, 1, 3, 5, 9, 11) and mass == 1  # the lowest unseen ids fill up
-    assert count_draft_ids(rows, 2, 12, (11,), among=(3, 5, 11)) == ((3, 11), 2 / 6)
-    assert count_draft_ids(rows, 3, 12, (11,), among=(0, 3, 11)) == ((0, 3, 11), 2 / 6)
-    assert count_draft_ids(rows, 2, 12, (11,), among=(0, 3, 5)) == ((3, 5), 3 / 6)
-    with pytest.raises(ConfigError, match="to the draft ids of start_from, 3, got 4"):
-        count_draft_ids(rows, 4, 12, (11,), among=(3, 5, 11))
-    for size in (0, 13):
-        with pytest.raises(ConfigError, match="draft_vocab_size must be from 1"):
-            count_draft_ids(rows, size, 12, stop_ids=(11,))
+def test_answers_that_only_some_templates_allow_are_counted(tmp_path):
+    doubled = {"messages": [*CHAT["messages"], *CHAT["messages"][:1] * 2, CHAT["messages"][1]]}
+    path = write(tmp_path / "rows.jsonl", doubled, doubled)
+    (line,) = read_corpus(path, VOCAB_SIZE, 64, reader()).describe()
+    assert "2 answers unscored" in line
+    (line,) = read_corpus(path, VOCAB_SIZE, 128, reader(THINKING)).describe()
+    assert "unscored" not in line
 
 
 def test_last_answers_leave_out_a_self_written_prompt():
     mask = np.array([0, 1, 1, 0, 0, 1, 1, 1], bool)
-    corpus = Corpus((Row(np.arange(8, dtype=np.int32), mask, 0.0, 0),), "aa", 0, 0)
+    corpus = Corpus((Row(np.arange(8, dtype=np.int32), mask, 0.0, 0),), "aa")
     (row,) = last_answers(corpus).rows
     assert row.scored_mask.tolist() == [False] * 5 + [True] * 3
-    whole = Corpus((Row(np.arange(3, dtype=np.int32), np.ones(3, bool), 0.0, 0),), "aa", 0, 0)
+    whole = Corpus((Row(np.arange(3, dtype=np.int32), np.ones(3, bool), 0.0, 0),), "aa")
     assert last_answers(whole).rows[0].scored_mask.all()
+
+
+PIECES = [
+    "hi", "", " ", "\n", "a\ud800b", "<|im_end|>", "é🎉", None, True, 0, 3, 2.5, [], {}, [[]],
+    ["x"], {"role": "user"}, "x" * 3000, "\x00",
+]  # fmt: skip
+NUMBERS = [0, 0.7, -1, 10**30, 10**400, 1e999, float("nan"), "0.7", None, True, [1]]
+ROLES = ["user", "assistant", "system", "human", "gpt", "owner", "", None, 3, ["user"]]
+
+
+def pick(rng, values):
+    return values[rng.integers(len(values))]
+
+
+def hostile_value(rng, depth=0):
+    """A value of any type; no integer in it is an id beyond the vocabulary, which is fatal."""
+    kind = rng.integers(4)
+    if kind == 0 and depth < 4:
+        return [hostile_value(rng, depth + 1) for _ in range(rng.integers(4))]
+    if kind == 1 and depth < 4:
+        names = rng.choice(["role", "content", "from", "value", "text"], 2)
+        return {str(name): hostile_value(rng, depth + 1) for name in names}
+    return pick(rng, PIECES)
+
+
+def nearly_a_chat(rng):
+    """Turns in any order, of which some are spoilt."""
+    names = pick(rng, [("role", "content"), ("from", "value")])
+    turns = []
+    for _ in range(rng.integers(1, 5)):
+        role = pick(rng, ROLES[:5] if rng.random() < 0.95 else ROLES)
+        content = "text" if rng.random() < 0.9 else pick(rng, PIECES)
+        turns.append(dict(zip(names, (role, content), strict=True)))
+    return turns if rng.random() < 0.95 else [*turns, hostile_value(rng)]
+
+
+def hostile_record(rng):
+    """Some of the known fields, nearly right or of any type."""
+    n = int(rng.integers(1, 6))
+    makers = {
+        "messages": nearly_a_chat,
+        "conversations": nearly_a_chat,
+        "text": lambda rng: pick(rng, PIECES),
+        "input_ids": lambda rng: rng.integers(0, VOCAB_SIZE, n).tolist(),
+        "loss_mask": lambda rng: rng.integers(0, 2, n).tolist(),
+        "temperature": lambda rng: pick(rng, NUMBERS),
+    }
+    chosen = rng.permutation(list(makers))[: rng.integers(4)]
+    return {
+        str(name): hostile_value(rng) if rng.random() < 0.2 else makers[name](rng)
+        for name in chosen
+    }
+
+
+def hostile_line(rng):
+    """A line of a file: a record, or no record at all."""
+    kind = rng.integers(12)
+    if kind == 0:
+        return pick(rng, [b"{", b"null", b"3", b'"x"', b"[]", b"NaN", b"{}x", b"\x00"])
+    if kind == 1:
+        depth = int(rng.integers(1, 3000))
+        return b'{"text": ' * depth + b"1" + b"}" * depth
+    if kind == 2:
+        return b'{"text": ' + b"9" * int(rng.integers(4000, 6000)) + b"}"
+    line = json.dumps(hostile_record(rng)).encode()
+    if kind == 3:
+        at = int(rng.integers(len(line)))
+        return line[:at] + bytes([rng.integers(128, 256)]) + line[at:]
+    return line[: rng.integers(1, len(line))] if kind == 4 else line
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, THINKING], ids=["alternating", "thinking"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_file_is_fatal_and_every_row_is_counted(tmp_path, seed, template):
+    rng = np.random.default_rng(seed)
+    lines = [hostile_line(rng) for _ in range(400)]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n".join([json.dumps(CHAT).encode(), *lines]))
+    corpus = read_corpus(path, VOCAB_SIZE, 64, reader(template))
+    (tally,) = corpus.tallies
+    assert tally.n_records == len(lines) + 1
+    assert tally.n_used + tally.n_skipped == tally.n_records
+    assert tally.n_used > 20 and len(tally.reasons) > 8
+    assert all(count > 0 and reason for reason, (count, _) in tally.reasons.items())
+    assert "skipped: " in tally.describe() and "\n" not in tally.describe()
+    assert all(row.scored_mask[1:].any() and len(row.ids) <= 64 for row in corpus.rows)

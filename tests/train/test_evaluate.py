@@ -8,8 +8,9 @@ import pytest
 
 from spd_jax.models import target as model
 from spd_jax.models.draft import init_params
+from train.batches import make_batch
 from train.config import TrainConfig
-from train.data import Row, make_batch
+from train.data import Row
 from train.evaluate import describe_figures, evaluate, lookup_counts, make_eval_step
 from train.teacher import Teacher
 

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+import spd_jax
 from spd_jax.checks import ConfigError
 from spd_jax.weights.files import sole_writer
+from spd_jax.weights.tokenizer import ChatTokenizer
 from train import prepare
 
 FLAGS = [
@@ -94,6 +96,7 @@ def test_a_place_that_cannot_be_is_one_line(flags, line, tmp_path):
         ({"temperatures": (float("inf"),)}, "temperatures must be"),
         ({"temperatures": ()}, "temperatures must be"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"prompts": ()}, "prompts must name one place or more"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(fields, line, tmp_path):
@@ -119,5 +122,55 @@ def test_prompts_come_from_a_file_in_order(tmp_path):
     out = tmp_path / "rows.jsonl"
     prepare.main(["--out", str(out), "--rows", "2", "--prompts", str(prompts), *FLAGS])
     rows = rows_of(out)
-    assert [row["messages"][0]["content"] for row in rows] == ["first", "second"]
+    assert [row["messages"][0]["content"] for row in rows] == ["first", "be brief"]
+    assert rows[1]["messages"][:2] == [system, user]
     assert all(sum(row["loss_mask"]) <= 6 for row in rows)
+
+
+def test_every_answer_of_a_chat_is_the_targets_own_in_order(tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    said = [("human", "one"), ("gpt", "of the file"), ("human", "two"), ("gpt", "too")]
+    chat = {"conversations": [{"from": role, "value": text} for role, text in said]}
+    prompts.write_text(json.dumps({"turns": ["alone"]}) + "\n[]\n" + json.dumps(chat) + "\n")
+    argv = ["--out", str(out), "--rows", "2", "--prompts", str(prompts), *FLAGS]
+    argv += ["--temperatures", "0.0"]
+    prepare.main(argv)
+    target = spd_jax.load_target("tiny")
+    written = {len(row["messages"]): row for row in rows_of(out)[1:]}
+    turns = []
+    for user in ("one", "two"):  # random bytes are no text: the first answer has its own row
+        turns.append({"role": "user", "content": user})
+        prompt = target.tokenizer.encode_chat(turns)
+        answer = spd_jax.generate(target, prompt, max_new_tokens=6)
+        turns.append({"role": "assistant", "content": answer.text})
+        row = written[len(turns)]
+        assert row["messages"] == turns
+        assert row["input_ids"] == prompt + answer.tokens
+        assert row["loss_mask"] == [0] * len(prompt) + [1] * 6
+
+
+def test_prompts_that_cannot_be_read_are_counted_with_their_lines(tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    half = '{"turns": ["a\\ud800"]}'
+    prompts.write_text(json.dumps({"turns": ["fine"]}) + f"\n{half}\n[]\n")
+    prepare.main(["--out", str(out), "--rows", "2", "--prompts", str(prompts), *FLAGS])
+    said = capsys.readouterr().err
+    assert "1 prompts; 2 skipped: 1 a turn with half a character (line 2), 1 not a JSON" in said
+    prompts.write_text(f"{half}\n")
+    with pytest.raises(ConfigError, match=r"no usable row; 1 skipped: .*half a char.* \(line 1\)"):
+        prepare.main(["--out", str(out), "--rows", "2", "--prompts", str(prompts), *FLAGS])
+
+
+def test_a_prompt_is_encoded_once(tmp_path, monkeypatch):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "rows.jsonl"
+    prompts.write_text(json.dumps({"turns": ["again"]}) + "\n")
+    seen = []
+    original = ChatTokenizer.encode_chat
+
+    def encode_chat(self, messages, thinking=None):
+        seen.append(messages)
+        return original(self, messages, thinking)
+
+    monkeypatch.setattr(ChatTokenizer, "encode_chat", encode_chat)
+    prepare.main(["--out", str(out), "--rows", "4", "--prompts", str(prompts), *FLAGS])
+    assert len(rows_of(out)) == 4 and len(seen) == 1

@@ -10,8 +10,8 @@ import pytest
 
 from spd_jax.models.distill import count_scores, mean_metrics, score_positions
 from spd_jax.models.draft import init_params
+from train.batches import make_batch
 from train.config import TrainConfig
-from train.data import make_batch
 from train.optimizer import learning_rate, make_optimizer
 from train.step import draw_fill, init_state, make_train_step
 from train.teacher import Teacher, teacher_outputs

@@ -18,7 +18,7 @@ from spd_jax.models.distill import (
 )
 from spd_jax.models.draft import init_params
 from train import teacher as teacher_module
-from train.data import make_batch
+from train.batches import make_batch
 from train.teacher import StateCache, Teacher, teacher_outputs
 
 
