@@ -8,6 +8,8 @@ Every figure is a median over steps of one process; tokens are random, all are s
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
@@ -92,15 +94,15 @@ class Figures:
     peak_mib: float  # highest resident memory of the process meanwhile
 
 
-def measure(step: Callable[..., Any], args: Sequence[Any], reps: int) -> Figures:
-    """Compiles step(*args) and runs it."""
-    compiled = jax.jit(step).lower(*args).compile()
-    jax.block_until_ready(compiled(*args))
+def measure(step: Callable[..., Any], state: Any, args: Sequence[Any], reps: int) -> Figures:
+    """Compiles step(state, *args) -> state, which is donated, and runs it."""
+    compiled = jax.jit(step, donate_argnums=0).lower(state, *args).compile()
+    state = jax.block_until_ready(compiled(state, *args))
     _forget_peak()
     seconds = []
     for _ in range(reps):
         began = time.perf_counter()
-        jax.block_until_ready(compiled(*args))
+        state = jax.block_until_ready(compiled(state, *args))
         seconds.append(time.perf_counter() - began)
     memory = compiled.memory_analysis()
     return Figures(
@@ -147,8 +149,12 @@ def attention_steps(
         )
         for heads in (config.n_heads, config.n_kv_heads, config.n_kv_heads)
     )
+
+    def step(attend_rows, grads, q, k, v):  # what was the state is overwritten
+        return jax.grad(functools.partial(all_layers, attend_rows), argnums=(0, 1, 2))(q, k, v)
+
     steps = {
-        name: jax.grad(functools.partial(all_layers, attend_rows), argnums=(0, 1, 2))
+        name: functools.partial(step, attend_rows)
         for name, attend_rows in (("by depth", by_depth), ("dense", dense))
     }
     return steps, [q, k, v]
@@ -157,7 +163,7 @@ def attention_steps(
 def whole_step(
     config: BenchConfig, target: TargetConfig, draft: DraftConfig, target_params: Any
 ) -> tuple[Callable[..., Any], Any]:
-    """Returns (params, opt_state, ids) -> the next two, and the first two.
+    """Returns (state, target_params, ids) -> state, and the first state.
 
     The target's pass, the draft's at fill N, its gradient and an AdamW update.
     """
@@ -166,7 +172,8 @@ def whole_step(
     params = pdm.init_params(target, draft, target_params, jax.random.key(0))
     loss = make_loss(target, draft, remat=config.remat)
 
-    def step(target_params, params, opt_state, ids):
+    def step(state, target_params, ids):
+        params, opt_state = state
         valid = jnp.ones_like(ids)
         states, best = run_target(target, draft, target_params, ids, valid, ids)
         batch = {"attention_mask": valid, "labels": ids, "states": states, "best": best}
@@ -183,7 +190,7 @@ def bench_attention(config: BenchConfig, target: TargetConfig, draft: DraftConfi
     for n_tokens in config.attention_lens:
         steps, arrays = attention_steps(target, draft, n_tokens)
         for name, step in steps.items():
-            figures = measure(step, arrays, config.reps)
+            figures = measure(step, tuple(map(jnp.zeros_like, arrays)), arrays, config.reps)
             rows.append({"tokens": n_tokens, "attention": name, **dataclasses.asdict(figures)})
     return rows
 
@@ -195,13 +202,12 @@ def bench_steps(
     rows, rng = [], np.random.default_rng(0)
     for n_ids in config.draft_vocab_sizes:
         ids = tuple(np.sort(rng.permutation(target.vocab_size)[:n_ids]).tolist()) if n_ids else None
-        step, state = whole_step(
-            config, target, dataclasses.replace(draft, draft_ids=ids), target_params
-        )
+        with_ids = dataclasses.replace(draft, draft_ids=ids)
         for size in config.sizes:
+            step, state = whole_step(config, target, with_ids, target_params)
             shape = tuple(map(int, size.split("x")))
             tokens = jnp.asarray(rng.integers(target.vocab_size, size=shape), jnp.int32)
-            figures = measure(step, (target_params, *state, tokens), config.reps)
+            figures = measure(step, state, (target_params, tokens), config.reps)
             rate = tokens.size / figures.seconds
             rows.append(
                 {
@@ -236,7 +242,9 @@ def _shown(value: Any) -> str:
 
 
 def _forget_peak() -> None:
-    """Lets the kernel count the highest resident memory anew (Linux)."""
+    """Lets the kernel count the highest resident memory anew, without what is free (Linux)."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -263,10 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "steps": bench_steps(config, target, draft, loaded.place()) if config.sizes else [],
     }
     console = Console(highlight=False, width=120)
-    print_table(
-        "attention of all draft layers with its gradient, one row", found["attention"], console
-    )
     print_table("whole steps: target, draft, gradient, update", found["steps"], console)
+    title = "attention of all draft layers with its gradient, one row"
+    print_table(title, found["attention"], console)
     if config.json is not None:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(config).items()}
         found = {

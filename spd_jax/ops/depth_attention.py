@@ -20,7 +20,7 @@ from jax import lax
 
 from spd_jax.ops.attention import MASKED
 
-CHUNK_SCORES = 1 << 24  # far scores that are held at once; at least those of one query a block
+CHUNK_SCORES = 1 << 22  # far scores that are held at once; at least those of one query a block
 SMALLEST_CHUNK = 128  # where fewer tokens are not needed for that
 N_GROUPS = 4  # of chunks: those of one group see a prefix of one length, and compile once
 
