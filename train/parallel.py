@@ -1,0 +1,144 @@
+"""Data parallelism: rows of a batch over all devices, and what a run holds on each of them.
+
+The draft and its optimizer state are whole on every device. The target is whole too, or cut over
+the devices where it does not fit one; a layer is then put together just before it is used. Only
+this file knows the axis.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from spd_jax.checks import ConfigError
+from spd_jax.commandline import say
+from spd_jax.weights import LoadedTarget
+
+AXIS = "data"
+WHOLE, BY_ROW = PartitionSpec(), PartitionSpec(AXIS)
+FITS = 0.5  # of a device's memory: a larger target leaves too little for the rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+    """The devices of a run, and whether each holds all of the target or a part."""
+
+    mesh: Mesh
+    cuts_target: bool = False
+
+    @property
+    def n(self) -> int:
+        """How many there are, of all processes."""
+        return self.mesh.size
+
+    def put_rows(self, arrays: Any) -> Any:
+        """Places arrays [B, ...] by rows over the devices; rows of zeros make B even.
+
+        Every process gives all rows and keeps those of its devices.
+        """
+
+        def put(x: np.ndarray) -> jax.Array:
+            x = np.pad(x, ((0, -len(x) % self.n), *[(0, 0)] * (x.ndim - 1)))
+            return _put(x, NamedSharding(self.mesh, BY_ROW))
+
+        return jax.tree.map(put, arrays)
+
+    def put_whole(self, tree: Any) -> Any:
+        """Returns a tree that is whole on every device."""
+        return jax.device_put(tree, NamedSharding(self.mesh, WHOLE))
+
+    def place_target(self, target: LoadedTarget) -> Any:
+        """Returns the target's parameters on the devices; each is on the host only on its way."""
+
+        def put(leaf: Any) -> jax.Array:
+            array = np.asarray(leaf)
+            placed = _put(array, NamedSharding(self.mesh, self.target_spec(array)))
+            return jax.block_until_ready(placed)
+
+        return jax.tree.map(put, target.params)
+
+    def target_spec(self, leaf: Any) -> PartitionSpec:
+        """How a parameter of the target lies: cut along its longest axis that n divides, or not."""
+        axes = [axis for axis, size in enumerate(leaf.shape) if size % self.n == 0]
+        if not self.cuts_target or not axes or self.n == 1:
+            return WHOLE
+        return PartitionSpec(*[None] * max(axes, key=lambda axis: leaf.shape[axis]), AXIS)
+
+    def by_rows(self, work: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """Compiles work, which runs on every device with its part of the arguments."""
+        return jax.jit(
+            # The check of replicated values does not know loops that run as often as there are
+            # scored rows; sums over the devices are written out instead.
+            jax.shard_map(
+                work, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            )
+        )
+
+
+def find_devices(n_devices: int | None, cut_target: bool | None, target_bytes: int) -> Devices:
+    """Returns the devices to train on.
+
+    Args:
+      n_devices: None: all of them; of CPU devices, which share their cores, one.
+      cut_target: None: where the target takes more than half of a device's memory.
+    Raises:
+      ConfigError: there are not as many.
+    """
+    there = jax.devices()
+    wanted = n_devices or (1 if there[0].platform == "cpu" else len(there))
+    if wanted > len(there):
+        raise ConfigError(f"devices must be at most {len(there)}, as there are, got {wanted}")
+    if jax.process_count() > 1 and wanted != len(there):
+        raise ConfigError(f"devices must be all {len(there)} of all processes, got {wanted}")
+    if cut_target is None:
+        memory = (there[0].memory_stats() or {}).get("bytes_limit")
+        cut_target = memory is not None and target_bytes > FITS * memory and wanted > 1
+        if cut_target:
+            say(
+                f"the target ({target_bytes / 1e9:.1f} GB) is cut over {wanted} devices of "
+                f"{memory / 1e9:.1f} GB"
+            )
+    mesh = jax.make_mesh((wanted,), (AXIS,), (AxisType.Auto,), devices=there[:wanted])
+    return Devices(mesh, cut_target)
+
+
+def assemble(params: dict, specs: dict) -> dict:
+    """Returns the target's parameters inside `Devices.by_rows`, its layers when they are asked for.
+
+    Args:
+      params: blocks of this device; specs: how they were cut, leaf for leaf.
+    """
+    whole = {name: gather(params[name], specs[name]) for name in params if name != "layers"}
+    return whole | {"layers": _Layers(params["layers"], specs["layers"])}
+
+
+def gather(part: Any, specs: Any) -> Any:
+    """Puts cut arrays together on every device."""
+
+    def whole(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return lax.all_gather(leaf, AXIS, axis=len(spec) - 1, tiled=True) if len(spec) else leaf
+
+    return jax.tree.map(whole, part, specs)
+
+
+class _Layers(Sequence):
+    """Layers that are gathered one by one, as the program comes to them."""
+
+    def __init__(self, layers: Sequence[Any], specs: Sequence[Any]) -> None:
+        self._layers, self._specs = layers, specs
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: int) -> Any:
+        return gather(self._layers[index], self._specs[index])
+
+
+def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
