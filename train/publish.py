@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ def save_run_head(
     params: Any,
     judged: tuple[int, dict[str, Any]] | None,
 ) -> None:
-    """Writes directory/<position> in bfloat16; of those up to it, the newest `config.keep` stay.
+    """Writes directory/<position> in bfloat16.
 
     Args:
       judged: the last held-out figures, and after how many batches they were taken.
@@ -31,10 +30,6 @@ def save_run_head(
     """
     card = model_card(position, config, draft, judged)
     save_head(directory / str(position), draft, target, jax.device_get(params), card)
-    numbered = sorted((int(p.name), p) for p in directory.iterdir() if p.name.isdecimal())
-    older = [path for number, path in numbered if number <= position]
-    for path in older[: -config.keep]:
-        shutil.rmtree(path)
 
 
 def model_card(
@@ -50,13 +45,13 @@ def model_card(
         "",
         f"- trained for {draft.n_stages} stages, anchors {list(draft.anchors)}, "
         f"{draft.n_layers} layers, {n_ids} draft ids",
-        f"- {position} batches of up to {config.batch_tokens} tokens, distilled from the target "
-        f"(sha256 {draft.target_sha256}) on text it wrote itself",
+        f"- {position * config.accumulate} batches of up to {config.batch_tokens} tokens, "
+        f"distilled from the target (sha256 {draft.target_sha256}) on text it wrote itself",
     ]
     if config.start_from is not None:
         lines.append("- begun from the weights of an earlier head, not from the target's layers")
     judged_at, figures = judged or (position, {})
-    when = "" if judged_at == position else f" at batch {judged_at}"
+    when = "" if judged_at == position else f" at batch {judged_at * config.accumulate}"
     for group, rates in figures.items():
         lines.append(
             f"- held out{when}, {group}: agreement with the text {rates['agree_text']:.3f}, with "

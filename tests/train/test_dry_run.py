@@ -22,7 +22,7 @@ from spd_jax.pipeline.state import Inputs
 from spd_jax.weights import load_target_config
 from train import dry_run, memory, pdm
 from train.config import config_names, named_config
-from train.optimizer import make_optimizer
+from train.optimizer import make_average, make_optimizer
 from train.step import init_state, make_loss
 from train.teacher import run_target
 
@@ -94,16 +94,22 @@ def test_padding_is_what_a_rank_has_no_layer_for(hybrid_directory):
     assert len(set(ranks.wasted_layers)) > 1
 
 
-def test_the_trainer_is_counted_as_its_arrays_weigh(hybrid_directory):
-    config = settings("--target", str(hybrid_directory), "--draft-vocab-size", "40")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainer_is_counted_as_its_arrays_weigh(hybrid_directory, dtype):
+    flags = ("--target", str(hybrid_directory), "--draft-vocab-size", "40", "--ema", "0.9")
+    config = settings(*flags, "--dtype", dtype, "--accumulate", "3")
     plan = dry_run.make_plan(config)
-    target = spd_jax.load_target(hybrid_directory)
+    target = spd_jax.load_target(hybrid_directory, dtype)
     init = jax.jit(functools.partial(init_params, target.config, plan.spec.draft))
     params = init(target.params, jax.random.key(0))
-    state = init_state(params, make_optimizer(config, lambda step: 0.1), jax.random.key(0))
-    want = [sum(x.nbytes for x in jax.tree.leaves(t))
-            for t in (target.params, params, state.opt_state)]  # fmt: skip
-    assert [plan.trainer.target, plan.trainer.draft, plan.trainer.optimizer] == want
+    optimizer = make_optimizer(config, lambda step: 0.1)
+    state = init_state(params, optimizer, jax.random.key(0), make_average(config))
+    trees = (target.params, state.params, state.opt_state, state.average)
+    want = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in trees]
+    counted = plan.trainer
+    assert [counted.target, counted.draft, counted.optimizer, counted.average] == want
+    assert counted.gradients == 2 * want[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
 def test_what_a_backward_pass_keeps_leaves_arguments_out():
