@@ -22,6 +22,7 @@ MOST = dict.fromkeys(("n_stages", "n_layers", "accumulate"), 2**16)
 MOST |= dict.fromkeys(("d_ff", "draft_vocab_size", "sequence_len", "batch_tokens"), 2**24)
 MOST |= dict.fromkeys(("steps", "warmup_steps", "log_every", "eval_every", "eval_rows"), 2**31 - 1)
 MOST |= dict.fromkeys(("save_every", "keep", "keep_best"), 2**31 - 1)
+MOST |= {"lr": 1e3, "weight_decay": 1e3}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,6 +62,14 @@ class DryRunConfig(TrainConfig):
             raise ConfigError(f"device_memory must be above 0 GiB, got {self.device_memory}")
 
 
+class ReportConsole(Console):
+    """Leaves a reader that has gone to `commandline.run`, as any other output does."""
+
+    def on_broken_pipe(self) -> None:
+        """Goes on raising: this is called while the error is handled."""
+        raise
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a dry run found."""
@@ -86,7 +94,7 @@ def dry_run(config: DryRunConfig) -> int:
       ConfigError: the settings cannot be, or something does not fit the device memory.
     """
     plan = make_plan(config)
-    print_plan(plan, Console(highlight=False, markup=False, width=100))
+    print_plan(plan, ReportConsole(highlight=False, markup=False, width=100))
     check_memory(plan)
     return 0
 

@@ -7,7 +7,6 @@ that thread dies and the trainer would wait for ever, so its event file is writt
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +29,8 @@ class EventFile:
         self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            # The process in the name: two starts within a second must not share a file.
-            self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}")
+            # Its own name has seconds only, and two starts within one must not share a file.
+            self._file = EventsWriter(str(directory / "events"), f".{time.time_ns()}")
             start = SessionLog(status=SessionLog.START)
             self._file.write_event(Event(step=step + 1, session_log=start))
             self._file.flush()

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from spd_jax.checks import ConfigError, from_fields, suggest
@@ -89,7 +90,7 @@ def save_head(
             sync_directory(Path(work))
             _swap_in(Path(work), directory)
         sync_directory(directory.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the second: a disk that fills up in save_file
         raise ConfigError(f"{directory}: cannot write the head ({one_line(error)})") from None
 
 
