@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from spd_jax.checks import ConfigError
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(this: Run) -> tuple[TrainState, int]:
     """Runs the training loop; returns the last state, which is saved, and the planned updates."""
-    config, draft, target = this.config, this.draft, this.target.config
+    config = this.config
     batches, n_epoch = training_batches(
         this.corpus.rows, config.sequence_len, config.batch_tokens, config.seed
     )
@@ -115,18 +116,7 @@ def train(this: Run) -> tuple[TrainState, int]:
         f"{n_epoch} batches an epoch, {config.accumulate} an update; "
         f"{'goes on' if position else 'starts'} at {position}/{n_steps}"
     )
-
-    train_step = make_train_step(
-        target,
-        draft,
-        optimizer,
-        schedule,
-        average=average,
-        temperature=config.temperature,
-        mask_mode=config.mask_mode,
-        expected_alpha=config.expected_alpha,
-    )
-    teacher, judge = make_teacher(this, this.corpus), make_judge(this)
+    update, judge = make_update(this, batches, optimizer, schedule, average), make_judge(this)
     window, n_skipped, judged = MeanMetrics(notes["window"]), notes["n_skipped"], notes["judged"]
 
     with contextlib.ExitStack() as stack:
@@ -142,28 +132,23 @@ def train(this: Run) -> tuple[TrainState, int]:
             window.restart_clock()
 
         while position < n_steps and not stop.reason:
-            numbers = range(position * config.accumulate, (position + 1) * config.accumulate)
-            rows = [batches[number] for number in numbers]
-            state, metrics = train_step(state, this.target_params, map(teacher, rows))
-            metrics = jax.device_get(metrics)  # waits: the CPU backend must not queue steps
+            state, metrics, n_tokens = update(state, position)
             position += 1
             n_skipped = 0 if metrics["n_valid"] else n_skipped + 1
             check_step(metrics, position, n_skipped)
             saver.check()
-            window.add(metrics, n_tokens=sum(int(row["attention_mask"].sum()) for row in rows))
+            window.add(metrics, n_tokens)
             progress.advance(position)
             is_last = position == n_steps
             if position % config.log_every == 0 or is_last:
                 record = {"step": position, **window.take(), "lr": float(metrics["lr"])}
-                for log in logs:
-                    log.write(record)
+                write_all(logs, record)
                 progress.show(record)
             is_judged = judge is not None and (position % config.eval_every == 0 or is_last)
             if is_judged:
                 figures = judge(result_params(config, state))
                 judged = position, figures
-                for log in logs:
-                    log.write({"step": position, "heldout": figures})
+                write_all(logs, {"step": position, "heldout": figures})
                 progress.say(f"held out at {position}  {describe_figures(figures)}")
                 window.restart_clock()
             may_be_best = is_judged and config.keep_best > 0
@@ -175,6 +160,37 @@ def train(this: Run) -> tuple[TrainState, int]:
         if position > saved:
             save()
     return state, n_steps
+
+
+def make_update(
+    this: Run,
+    batches: Sequence[dict[str, np.ndarray]],
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    average: optax.GradientTransformation | None,
+) -> Callable[[TrainState, int], tuple[TrainState, dict[str, Any], int]]:
+    """Returns (state, position) -> (state, metrics on the host, tokens read without padding)."""
+    config = this.config
+    train_step = make_train_step(
+        this.target.config,
+        this.draft,
+        optimizer,
+        schedule,
+        average=average,
+        temperature=config.temperature,
+        mask_mode=config.mask_mode,
+        expected_alpha=config.expected_alpha,
+    )
+    teacher = make_teacher(this, this.corpus)
+
+    def update(state: TrainState, position: int) -> tuple[TrainState, dict[str, Any], int]:
+        numbers = range(position * config.accumulate, (position + 1) * config.accumulate)
+        chosen = [batches[number] for number in numbers]
+        state, metrics = train_step(state, this.target_params, map(teacher, chosen))
+        metrics = jax.device_get(metrics)  # waits: the CPU backend must not queue steps
+        return state, metrics, sum(int(batch["attention_mask"].sum()) for batch in chosen)
+
+    return update
 
 
 def planned_updates(config: TrainConfig, n_epoch: int) -> int:
@@ -196,6 +212,12 @@ def open_logs(
     if this.config.tensorboard:
         logs.append(stack.enter_context(EventFile(this.workdir / "tensorboard", position)))
     return logs
+
+
+def write_all(logs: Sequence[MetricsFile | EventFile], record: dict[str, Any]) -> None:
+    """Writes a record to each log."""
+    for log in logs:
+        log.write(record)
 
 
 def starting_state(

@@ -25,7 +25,8 @@ from train.config import TrainConfig
 from train.step import TrainState
 
 BEST_NAME = "best.json"
-LEFTOVER = re.compile(r"\.\d+\.(old|new-.*)")  # of a killed `_discard` or head writer
+# Of a killed `_discard`, head writer or `replace_file`, besides what Orbax leaves.
+LEFTOVER = re.compile(r"\.\d+\.(old|new-.*)|\.(best\.json|run\.json|metrics\.jsonl)\..+")
 Judged = tuple[int, dict[str, Any]]  # held-out figures, and the position they were taken at
 WriteHead = Callable[[int, Any, Judged | None], None]  # position, parameters, last figures
 
@@ -45,6 +46,7 @@ class Saver:
         }
         self._pending: Future | None = None
         self._executor = ThreadPoolExecutor(1, "saver")
+        _remove_leftovers(workdir)
         self._tidy(position)
 
     def __enter__(self) -> Saver:
@@ -156,4 +158,4 @@ def _discard(path: Path) -> None:
 def _remove_leftovers(directory: Path) -> None:
     for path in directory.iterdir() if directory.is_dir() else ():
         if LEFTOVER.fullmatch(path.name) or UNFINISHED in path.name:
-            shutil.rmtree(path)
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -6,6 +6,7 @@ that thread dies and the trainer would wait for ever, so its event file is writt
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterator
@@ -55,7 +56,8 @@ class EventFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a `write` that has failed: it said so
+            self._file.close()
 
 
 def scalars(record: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -90,11 +90,15 @@ def test_a_saver_that_goes_on_knows_the_figures_of_before(tmp_path):
     (tmp_path / "best.json").unlink()
     for name in ("checkpoints/.7.old", "heads/.3.new-x", "checkpoints/3.orbax-checkpoint-tmp"):
         (tmp_path / name).mkdir()
+    (tmp_path / ".run.json.a1b2").write_text("{")
+    (tmp_path / ".lock").write_text("")
     with folder.saver(2) as saver:
         assert json.loads((tmp_path / "best.json").read_text())["position"] == 1
         save_all(saver, {3: 0.2})
     assert folder.numbers() == [1, 3]
     assert not [p for p in tmp_path.glob("*/*") if not p.name.isdecimal()]
+    names = {"checkpoints", "heads", "best.json", ".lock"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_saves_of_later_updates_are_not_removed(tmp_path):

@@ -52,3 +52,11 @@ def test_a_disk_that_refuses_is_one_line(tmp_path):
     (tmp_path / "tensorboard").write_text("")
     with pytest.raises(ConfigError, match="tensorboard: cannot write"):
         EventFile(tmp_path / "tensorboard", 0)
+    with (
+        open("/dev/full", "wb", buffering=0) as full,
+        pytest.raises(ConfigError, match="new: cannot write .*No space left"),
+        EventFile(tmp_path / "new", 0) as log,
+    ):
+        log._file._py_recordio_writer._writer.close()
+        log._file._py_recordio_writer._writer = full
+        log.write({"step": 1, "loss": 0.5})
