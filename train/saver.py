@@ -121,7 +121,7 @@ class Saver:
         by = self._config.best_by
         figure = self._figures[best] * (-1 if by == "loss" else 1)
         fields = {"position": best, "best_by": by, "figure": figure, "head": f"heads/{best}"}
-        content = json.dumps(fields).encode()
+        content = (json.dumps(fields) + "\n").encode()
         if not self._best_path.exists() or self._best_path.read_bytes() != content:
             replace_file(self._best_path, content)
 

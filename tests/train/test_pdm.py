@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -170,6 +171,27 @@ def test_checkpoints_that_cannot_be_read_are_not_passed_over(data, whole_run, tm
     (workdir / "checkpoints" / "7").mkdir()
     with pytest.raises(ConfigError, match="no checkpoint is readable; give a new workdir"):
         pdm.main(argv(data, workdir))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's reads
+def test_a_garbled_checkpoint_costs_the_updates_since_the_one_before(
+    data, whole_run, tmp_path, capsys
+):
+    workdir, want = tmp_path / "run", read_metrics(whole_run[0])
+    shutil.copytree(whole_run[0], workdir)
+    files = [path for path in (workdir / "checkpoints" / "12").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 16
+    largest.write_bytes(content)
+    state = run_main(argv(data, workdir, "--heldout-data", str(data), "--eval-every", "6"))
+    err = capsys.readouterr().err
+    assert "note: checkpoint 12 in" in err and "is not readable" in err
+    assert "goes on at 8/12" in err
+    for expected, got in zip(whole_run[1], state, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [r["step"] for r in read_metrics(workdir)] == [r["step"] for r in want]
+    gc.collect()
 
 
 def test_a_run_stopped_before_its_first_checkpoint_keeps_its_start(
