@@ -187,9 +187,9 @@ def make_train_step(
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, sums: Sums) -> Any:
         n = jnp.maximum(sums.n_valid, 1)
-        grads = jax.tree.map(lambda leaf: leaf / n, sums.grads)
 
         def move() -> TrainState:
+            grads = jax.tree.map(lambda leaf: leaf / n, sums.grads)  # here: fused, never stored
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             averaged = None if average is None else average.update(params, state.average)[1]
@@ -212,7 +212,7 @@ def make_train_step(
             "coverage": sums.n_valid / jnp.maximum(sums.n_labelled, 1),
             "n_valid": sums.n_valid,
             "fill": sums.fill / sums.n_batches,
-            "grad_norm": optax.tree.norm(grads),
+            "grad_norm": optax.tree.norm(sums.grads) / n,
             "lr": jnp.asarray(lr),
         }
 
