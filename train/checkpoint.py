@@ -1,50 +1,69 @@
-"""Orbax checkpoints of the train state, in a folder named by batch number, written atomically.
+"""Orbax checkpoints of the train state, in a folder named by update number, written atomically.
 
-A killed writer leaves the earlier ones as they were; a checkpoint that cannot be read is passed
-over with one line. The only file that knows Orbax.
+Each carries notes (JSON: what else a resumed run needs) and a digest of both. A killed writer
+leaves the earlier ones as they were; one that cannot be read, or reads as something else, is
+passed over with one line. The only file that knows Orbax.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
+import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
-from spd_jax.weights.files import one_line
+from spd_jax.weights.files import one_line, sync_directory
 from train.step import TrainState
 
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of what a killed save leaves
 
-def save_state(directory: Path, state: TrainState, keep: int) -> None:
-    """Writes a checkpoint and removes all but the newest `keep`.
+
+def snapshot(state: TrainState) -> TrainState:
+    """Copies a state to the host, so that steps may go on (and donate it) while it is written."""
+    # On the CPU device_get is a view of the very buffers that the next step writes to.
+    return jax.tree.map(np.array, jax.device_get(_plain(state)))
+
+
+def save_state(directory: Path, state: TrainState, notes: dict[str, Any]) -> None:
+    """Writes the checkpoint directory/<position> of a `snapshot`.
 
     Raises:
-      ConfigError: the disk refuses.
+      ConfigError: the disk refuses; what was written of it is removed.
     """
     _quiet()
-    newest = ocp.training.preservation_policies.LatestN(keep)
+    path = directory.absolute() / str(state.position)
     try:
-        with ocp.training.Checkpointer(
-            directory.absolute(), preservation_policy=newest, cleanup_tmp_directories=True
-        ) as checkpointer:
-            checkpointer.save(state.position, _plain(state), force=True, overwrite=True)
-    except OSError as error:
-        raise ConfigError(f"{directory}: cannot save a checkpoint ({one_line(error)})") from None
+        directory.mkdir(parents=True, exist_ok=True)
+        metadata = {"notes": notes, "sha256": _digest(state, notes)}
+        ocp.save(path, state, overwrite=True, custom_metadata=metadata)
+        sync_directory(directory)
+    except Exception as error:  # TensorStore has its own kinds for what a disk says
+        for unfinished in directory.glob(f"{path.name}{UNFINISHED}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise ConfigError(
+            f"{directory}: cannot save checkpoint {path.name} ({_reason(error)}); make room, the "
+            "same command goes on from the checkpoint before"
+        ) from None
 
 
-def has_checkpoint(directory: Path) -> bool:
-    """Tells whether a save was completed there, readable or not."""
-    return directory.is_dir() and any(
-        path.is_dir() and path.name.isdecimal() for path in directory.iterdir()
-    )
+def checkpoint_numbers(directory: Path) -> list[int]:
+    """Returns the numbers of the completed saves there, readable or not, rising."""
+    if not directory.is_dir():
+        return []
+    return sorted(int(p.name) for p in directory.iterdir() if p.is_dir() and p.name.isdecimal())
 
 
-def restore_latest(directory: Path, like: TrainState) -> TrainState | None:
-    """Reads the newest readable checkpoint; None where there are none.
+def restore_latest(directory: Path, like: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+    """Reads the newest readable checkpoint and its notes; None where there are none.
 
     Args:
       directory: what `save_state` wrote to.
@@ -53,21 +72,45 @@ def restore_latest(directory: Path, like: TrainState) -> TrainState | None:
       ConfigError: there are checkpoints but none can be read.
     """
     _quiet()
-    if not directory.is_dir():
-        return None
-    with ocp.training.Checkpointer(directory.absolute()) as checkpointer:
-        steps = [checkpoint.step for checkpoint in checkpointer.checkpoints][::-1]
-        for step in steps:
-            try:
-                plain = checkpointer.load(step, _plain(like))
-            except Exception as error:  # a damaged file raises whatever its parser raises
-                say(f"note: checkpoint {step} in {directory} is not readable: {one_line(error)}")
-                continue
-            key = jax.random.wrap_key_data(plain.key, impl=jax.random.key_impl(like.key))
-            return dataclasses.replace(plain, key=key)
-    if has_checkpoint(directory):
+    numbers = checkpoint_numbers(directory)
+    for number in reversed(numbers):
+        path = directory.absolute() / str(number)
+        try:
+            plain = ocp.load(path, _plain(like))
+            metadata = ocp.metadata(path).custom_metadata
+            notes = metadata["notes"]
+            if _digest(plain, notes) != metadata["sha256"]:
+                raise ValueError("its content is not what was written")
+        except Exception as error:  # a damaged file raises whatever its parser raises
+            say(f"note: checkpoint {number} in {directory} is not readable: {_reason(error)}")
+            continue
+        key = jax.random.wrap_key_data(plain.key, impl=jax.random.key_impl(like.key))
+        return dataclasses.replace(plain, key=key), notes
+    if numbers:
         raise ConfigError(f"{directory}: no checkpoint is readable; give a new workdir")
     return None
+
+
+def read_notes(directory: Path, number: int) -> dict[str, Any]:
+    """Returns the notes of a checkpoint, {} where they cannot be read."""
+    _quiet()
+    try:
+        return ocp.metadata(directory.absolute() / str(number)).custom_metadata["notes"]
+    except Exception:  # as above; `restore_latest` says so where it matters
+        return {}
+
+
+def _digest(state: TrainState, notes: dict[str, Any]) -> str:
+    """Hashes notes and arrays: the array files have no checksum of their own."""
+    digest = hashlib.sha256(json.dumps(notes, sort_keys=True).encode())
+    for leaf in jax.tree.leaves(jax.device_get(state)):
+        digest.update(np.ascontiguousarray(leaf))
+    return digest.hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """Returns the end of an error's text: TensorStore names every path on the way to it."""
+    return one_line(str(error).split('": ')[-1] or type(error).__name__)
 
 
 def _plain(state: TrainState) -> TrainState:
@@ -77,4 +120,4 @@ def _plain(state: TrainState) -> TrainState:
 
 def _quiet() -> None:
     """Keeps Orbax's own log, a page per save, out of the progress display."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)

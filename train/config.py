@@ -17,6 +17,13 @@ from spd_jax.commandline import parse_flags
 from spd_jax.config import DraftConfig, LossConfig, PipelineConfig, TargetConfig
 from train import configs
 
+# Larger numbers are slips of the finger; they would end in overflows far from here.
+MOST = dict.fromkeys(("n_stages", "n_layers", "accumulate"), 2**16)
+MOST |= dict.fromkeys(("d_ff", "draft_vocab_size", "sequence_len", "batch_tokens"), 2**24)
+MOST |= dict.fromkeys(("steps", "warmup_steps", "log_every", "eval_every", "eval_rows"), 2**31 - 1)
+MOST |= dict.fromkeys(("save_every", "keep", "keep_best"), 2**31 - 1)
+MOST |= {"lr": 1e3, "weight_decay": 1e3}
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -40,7 +47,7 @@ class TrainConfig:
     target: str = "smollm2-135m"
     """smollm2-135m, tiny, an HF directory, a .gguf file or a hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Run dtype of target and draft."""
+    """What target and draft compute in; trained weights and AdamW's moments are float32 always."""
 
     n_stages: int = 5
     """Pipeline stages N that the draft is trained for."""
@@ -72,19 +79,32 @@ class TrainConfig:
     epochs: float = 1.0
     """Passes over the training rows, where steps is None."""
     steps: int | None = None
-    """Batches to train on."""
+    """Updates of the weights, each from `accumulate` batches."""
+    accumulate: int = 1
+    """Batches of an update: the gradient is that of the mean over the scored positions of all."""
     lr: float = 3e-4
     """Highest learning rate."""
     warmup_steps: int = 50
-    """Steps in which the learning rate rises from 0."""
+    """Updates in which the learning rate rises from 0."""
     schedule: Literal["linear", "cosine"] = "cosine"
-    """How the learning rate falls to 0 after that."""
+    """How the learning rate falls after that."""
+    lr_final: float = 0.0
+    """Where it ends, as a fraction of lr."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    b1: float = 0.9
+    """AdamW's decay of the first moment."""
     b2: float = 0.95
     """AdamW's decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW's addition to the root of the second moment."""
     weight_decay: float = 0.0
-    """AdamW's weight decay, of matrices only."""
+    """AdamW's weight decay, of matrices only: norms keep their scale."""
+    decay_head: bool = True
+    """Whether weight decay reaches the draft's own head too."""
+    ema: float | None = None
+    """Decay of an average of the weights over updates, such as 0.999: it is then what is evaluated
+    and written as head. None: the weights themselves are."""
     temperature: float = 1.0
     """Temperature of the distillation loss."""
     loss: Literal["kl", "reverse_kl", "js", "tv", "ce", "hybrid"] = "kl"
@@ -104,19 +124,32 @@ class TrainConfig:
     remat: bool = False
     """Keep only what enters each layer of the draft and compute the rest again for the gradient:
     less memory, about a third more time in the draft."""
+    devices: int | None = None
+    """Devices to train on, the rows of a batch over all of them. None: as many as there are, but
+    one CPU."""
+    cut_target: bool | None = None
+    """Cut the target's weights over the devices and put layers together as they are used. None:
+    where they take more than half of a device's memory."""
     seed: int = 0
     """Seed of the initial parameters, the data order and the simulated fills."""
 
     log_every: int = 10
-    """Steps between lines of metrics.jsonl."""
+    """Updates between lines of metrics.jsonl."""
     eval_every: int = 500
-    """Steps between evaluations; one follows the last step too."""
+    """Updates between evaluations; one follows the last too."""
     eval_rows: int = 64
     """Held-out rows used at most."""
     save_every: int = 200
-    """Steps between checkpoints."""
+    """Updates between checkpoints."""
     keep: int = 2
-    """Checkpoints and heads kept."""
+    """Newest checkpoints kept, each with its head."""
+    keep_best: int = 1
+    """Best checkpoints kept beside them: an evaluation is followed by a save, and best.json names
+    the best. 0: none."""
+    best_by: Literal["agree_target", "agree_text", "loss"] = "agree_target"
+    """The held-out figure that says which is best, over all held-out rows and fills."""
+    tensorboard: bool = True
+    """Write the figures of metrics.jsonl to workdir/tensorboard too."""
     max_minutes: float | None = None
     """Save and stop after so many minutes; the same command goes on from there."""
     license: str | None = None
@@ -124,21 +157,30 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         self._check_data()
+        for name, most in MOST.items():
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise ConfigError(f"{name} must be at most {most}, got {value}")
         for name in ("batch_tokens", "sequence_len", "log_every", "eval_every", "eval_rows"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("save_every", "keep", "steps", "draft_vocab_size", "d_ff"):
+        for name in ("save_every", "keep", "steps", "draft_vocab_size", "d_ff", "accumulate"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "weight_decay", "seed"):
+        _at_least("devices", self.devices, 1)
+        for name in ("warmup_steps", "weight_decay", "seed", "keep_best"):
             _at_least(name, getattr(self, name), 0)
-        for name in ("epochs", "lr", "clip_norm", "temperature", "max_minutes"):
+        for name in ("epochs", "lr", "clip_norm", "temperature", "max_minutes", "eps"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {value}")
-        for name in ("b2", "expected_alpha"):
+        for name in ("b1", "b2", "ema", "expected_alpha"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"{name} must be between 0 and 1, got {value}")
         LossConfig(tv_weight=self.tv_weight)  # for its error
+        if not 0 <= self.lr_final <= 1:
+            raise ConfigError(
+                f"lr_final must be from 0 to 1, a fraction of lr, got {self.lr_final}"
+            )
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be below 2^63, got {self.seed}")
         if self.sequence_len < 2:

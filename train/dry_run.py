@@ -1,7 +1,7 @@
 """`train.pdm --dry-run`: builds the programs of a run and of its decoding from shapes alone.
 
 settings + geometry -> shapes -> traced programs -> bytes of each rank and of the trainer. Nothing
-is loaded, trained or written, and no network is used.
+is loaded (but the head of `start_from`), trained or written, and no network is used.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from rich.table import Table
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
-from spd_jax.config import LayerKind, PipelineConfig, TargetConfig
+from spd_jax.config import DraftConfig, LayerKind, PipelineConfig, TargetConfig, refuse_v10
 from spd_jax.models import target as model
-from spd_jax.models.draft import check_pair, check_row_types, init_params, layer_config
+from spd_jax.models.draft import (
+    check_grows,
+    check_pair,
+    check_row_types,
+    init_params,
+    known_ids,
+    layer_config,
+)
 from spd_jax.pipeline.programs import trace
 from spd_jax.pipeline.sizes import EngineBytes, count_engine, shape_engine
 from spd_jax.pipeline.spec import EngineSpec
-from spd_jax.weights import load_target_config
+from spd_jax.weights import load_draft_file, load_target_config
 from train.config import TrainConfig, parse_config
 from train.memory import TrainerBytes, count_trainer
 from train.vocabulary import read_draft_ids
@@ -31,14 +38,16 @@ from train.vocabulary import read_draft_ids
 DRY_RUN_FLAGS = ("--dry-run", "--dry_run")
 DRY_RUN_HELP = "With --dry-run, only says what memory the run and its decoding need."
 GIB = 1 << 30
+MOST_OF_A_SIZE, MOST_LAYERS = 1 << 24, 1 << 12  # of a target
 
 
 @dataclasses.dataclass(frozen=True)
 class DryRunConfig(TrainConfig):
     """Say what training this draft and decoding with it need, from shapes alone."""
 
-    context_len: int = 4096
-    """Tokens of a decode: a prompt of one half, new ones for the rest."""
+    context_len: int | None = None
+    """Tokens of a decode: a prompt of one half, new ones for the rest. None: 4096, or the target's
+    context where that is less."""
     decode_batch: int = 1
     """Sequences decoded at once."""
     device_memory: float | None = None
@@ -46,12 +55,20 @@ class DryRunConfig(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.context_len < 2:
-            raise ConfigError(f"context_len must be at least 2, got {self.context_len}")
-        if self.decode_batch < 1:
-            raise ConfigError(f"decode_batch must be at least 1, got {self.decode_batch}")
+        for name, least, most in (("context_len", 2, 2**24), ("decode_batch", 1, 2**16)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{name} must be from {least} to {most}, got {value}")
         if self.device_memory is not None and not self.device_memory > 0:
             raise ConfigError(f"device_memory must be above 0 GiB, got {self.device_memory}")
+
+
+class ReportConsole(Console):
+    """Leaves a reader that has gone to `commandline.run`, as any other output does."""
+
+    def on_broken_pipe(self) -> None:
+        """Goes on raising: this is called while the error is handled."""
+        raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +95,7 @@ def dry_run(config: DryRunConfig) -> int:
       ConfigError: the settings cannot be, or something does not fit the device memory.
     """
     plan = make_plan(config)
-    print_plan(plan, Console(highlight=False, markup=False, width=100))
+    print_plan(plan, ReportConsole(highlight=False, markup=False, width=100))
     check_memory(plan)
     return 0
 
@@ -88,13 +105,19 @@ def make_plan(config: DryRunConfig) -> Plan:
     target, note = load_target_config(config.target)
     if note:
         say(f"note: {note}")
+    check_sizes(config.target, target)
+    if config.context_len is None:
+        config = dataclasses.replace(config, context_len=min(4096, target.max_context))
     if config.context_len > target.max_context:
         raise ConfigError(
             f"context_len must be at most {target.max_context} (the context of {config.target}), "
             f"got {config.context_len}"
         )
-    draft = config.draft_config(target, _stand_in_ids(config, target), None)
+    start = None if config.start_from is None else _read_start(config)
+    draft = config.draft_config(target, _stand_in_ids(config, target, start), None)
     check_pair(target, draft)
+    if start is not None:
+        check_grows(target, draft, start)
     check_row_types(target, draft)
     spec = EngineSpec(target, draft, PipelineConfig(target.n_layers, draft.n_stages))
     target_params = model.param_shapes(target, jax.numpy.dtype(config.dtype))
@@ -110,6 +133,20 @@ def make_plan(config: DryRunConfig) -> Plan:
         count_engine(engine, state),
         count_trainer(config, target, draft, target_params, draft_params),
     )
+
+
+def check_sizes(source: str, target: TargetConfig) -> None:
+    """Raises ConfigError where a size of the target is absurd: shapes of it would overflow."""
+    parts = [target, *(part for part in (target.delta, target.experts) if part is not None)]
+    for part in parts:
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            most = MOST_LAYERS if field.name == "n_layers" else MOST_OF_A_SIZE
+            if isinstance(value, int) and value > most:
+                raise ConfigError(
+                    f"{source}: {field.name} must be at most {most}, got {value}; correct its "
+                    "config.json"
+                )
 
 
 def check_memory(plan: Plan) -> None:
@@ -160,14 +197,17 @@ def print_plan(plan: Plan, console: Console) -> None:
     shape = f"{config.batch_tokens // config.sequence_len} x {config.sequence_len} tokens"
     step = {
         "target weights": trainer.target,
-        "draft weights": trainer.draft,
-        "optimizer state": trainer.optimizer,
+        "draft weights, float32": trainer.draft,
+        "optimizer state, float32": trainer.optimizer,
+        "average of the weights, float32": trainer.average,
         "batch with the target's hidden states": trainer.batch,
         "either: the target's logits": trainer.logits,
-        "or: gradients": trainer.gradients,
+        "or: gradients, float32": trainer.gradients,
         "and what the backward pass keeps at fill N (estimate)": trainer.backward,
         "in all": trainer.total,
     }
+    if not trainer.average:
+        del step["average of the weights, float32"]
     console.print(_size_table(f"the trainer, {shape}", step))
     console.print("not counted: other temporary buffers of the compiled programs")
     limit = config.device_memory
@@ -178,8 +218,23 @@ def print_plan(plan: Plan, console: Console) -> None:
     )
 
 
-def _stand_in_ids(config: TrainConfig, target: TargetConfig) -> tuple[int, ...] | None:
-    """As many draft ids as the run will choose from its data, spread evenly over the ranks."""
+def _read_start(config: TrainConfig) -> DraftConfig:
+    """Returns the settings of the head to start from; refuses it as training would.
+
+    Whether it belongs to the target's weights is not checked: these are not read.
+    """
+    draft, _, _ = load_draft_file(config.start_from)
+    refuse_v10(draft, f"start_from {config.start_from}", "trained further")
+    return draft
+
+
+def _stand_in_ids(
+    config: TrainConfig, target: TargetConfig, start: DraftConfig | None
+) -> tuple[int, ...] | None:
+    """As many draft ids as the run will choose from its data, spread evenly over the ranks.
+
+    With a head to start from, the lowest of its ids.
+    """
     if config.draft_vocab is not None:
         return read_draft_ids(config.draft_vocab, target.vocab_size)
     n_ids = config.draft_vocab_size
@@ -188,6 +243,8 @@ def _stand_in_ids(config: TrainConfig, target: TargetConfig) -> tuple[int, ...] 
             f"draft_vocab_size must be at most the target's vocab_size {target.vocab_size}, got "
             f"{n_ids}"
         )
+    if n_ids is not None and start is not None:
+        return tuple(known_ids(target, start)[:n_ids].tolist())
     return None if n_ids is None else tuple(range(n_ids))
 
 

@@ -15,7 +15,7 @@ from spd_jax.ops.vocabulary import chunk_rows
 from spd_jax.pipeline.sizes import n_bytes
 from train.batches import make_batch
 from train.config import TrainConfig
-from train.optimizer import learning_rate, make_optimizer
+from train.optimizer import learning_rate, make_average, make_optimizer
 from train.step import init_state, make_loss, make_train_step
 from train.teacher import run_target
 
@@ -26,20 +26,22 @@ LOGITS_AT_ONCE = 4  # of a chunk: the target's and the draft's, their exponentia
 class TrainerBytes:
     """Bytes on the trainer's device in a step on the longest rows."""
 
-    target: int  # frozen weights
-    draft: int  # weights
-    optimizer: int  # its state
+    target: int  # frozen weights, in the run dtype
+    draft: int  # weights, float32
+    optimizer: int  # its state, float32
+    average: int  # of the draft's weights, float32; 0 where none is kept
     batch: int  # ids, labels, and the hidden states that the target made of them
     logits: int  # float32, of a chunk of positions: the largest array of the target's pass
-    gradients: int
-    backward: int  # what the loss keeps for its gradient at fill N, before the compiler fuses, and
-    # the logits of a chunk of positions
+    gradients: int  # float32, of one batch, and those summed up where several make an update
+    backward: int  # what the loss keeps for its gradient at fill N, before the compiler fuses: the
+    # draft's weights in the run dtype too, where that is not float32; and a chunk's logits
 
     @property
     def total(self) -> int:
         """The larger of the target's pass and the draft's, and what is there in both."""
         passes = self.logits, self.gradients + self.backward
-        return self.target + self.draft + self.optimizer + self.batch + max(passes)
+        weights = self.target + self.draft + self.optimizer + self.average
+        return weights + self.batch + max(passes)
 
 
 def count_trainer(
@@ -51,14 +53,18 @@ def count_trainer(
 ) -> TrainerBytes:
     """Traces the target's pass and the training step on parameter trees of shapes.
 
+    Args:
+      draft_params: in any dtype; the trainer keeps them in float32.
+
     Raises:
       ConfigError: the settings do not fit each other.
     """
     n_steps = config.steps or 1000  # as many steps as there may be: no shape hangs on it
     schedule = learning_rate(config, n_steps)
-    optimizer = make_optimizer(config, schedule)
+    optimizer, average = make_optimizer(config, schedule), make_average(config)
     key = jax.random.key(config.seed)
-    state = jax.eval_shape(lambda params: init_state(params, optimizer, key), draft_params)
+    init = functools.partial(init_state, optimizer=optimizer, key=key, average=average)
+    state = jax.eval_shape(lambda params: init(params), draft_params)
 
     batch = _longest_batch(config)
     outputs = functools.partial(run_target, target, draft)
@@ -70,10 +76,11 @@ def count_trainer(
         draft,
         optimizer,
         schedule,
+        average=average,
         expected_alpha=config.expected_alpha,
         **config.scoring,
     )
-    jax.eval_shape(step, state, target_params, batch)
+    jax.eval_shape(step, state, target_params, [batch] * min(config.accumulate, 2))
     loss = make_loss(target, draft, **config.scoring)
     n_ids = target.vocab_size if draft.draft_ids is None else len(draft.draft_ids)
 
@@ -82,14 +89,15 @@ def count_trainer(
 
     return TrainerBytes(
         target=n_bytes(target_params),
-        draft=n_bytes(draft_params),
+        draft=n_bytes(state.params),
         optimizer=n_bytes(state.opt_state),
+        average=n_bytes(state.average),
         batch=n_bytes(batch),
         logits=chunk_bytes(target.vocab_size),
-        gradients=n_bytes(draft_params),
+        gradients=n_bytes(state.params) * min(config.accumulate, 2),
         backward=LOGITS_AT_ONCE * chunk_bytes(n_ids)
         + _kept_bytes(
-            functools.partial(loss, fill=draft.n_stages), draft_params, target_params, batch
+            functools.partial(loss, fill=draft.n_stages), state.params, target_params, batch
         ),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -46,7 +47,8 @@ class MetricsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a `write` that has failed: it said so
+            self._file.close()
 
 
 def _is_before(line: str, step: int) -> bool:
@@ -57,15 +59,32 @@ def _is_before(line: str, step: int) -> bool:
 
 
 class MeanMetrics:
-    """Means over the steps of a log interval, weighted by their valid positions, and speeds."""
+    """Means over the steps of a log interval, weighted by their valid positions, and speeds.
 
-    def __init__(self) -> None:
+    An interval may span a stop: `so_far` goes into the checkpoint and comes back as `begun`.
+    """
+
+    def __init__(self, begun: dict[str, Any] | None = None) -> None:
         self._start()
+        if begun is not None:
+            self._sums = dict(begun["sums"])
+            self._n_steps, self._n_valid = begun["n_steps"], begun["n_valid"]
+            self._n_tokens, self._seconds = begun["n_tokens"], begun["seconds"]
 
     def _start(self) -> None:
         self._sums = dict.fromkeys(("loss", "accuracy", "coverage", "grad_norm"), 0.0)
         self._n_steps = self._n_valid = self._n_tokens = 0
         self._seconds, self._resumed = 0.0, time.monotonic()
+
+    def so_far(self) -> dict[str, Any]:
+        """Returns what the interval holds, as JSON can."""
+        return {
+            "sums": dict(self._sums),
+            "n_steps": self._n_steps,
+            "n_valid": self._n_valid,
+            "n_tokens": self._n_tokens,
+            "seconds": self._seconds,
+        }
 
     def add(self, metrics: dict[str, Any], n_tokens: int) -> None:
         """Adds the metrics of a step and its number of tokens without padding."""

@@ -8,6 +8,7 @@ this file knows the axis.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spd_jax.checks import ConfigError
-from spd_jax.commandline import say
 from spd_jax.weights import LoadedTarget
 
 AXIS = "data"
@@ -36,6 +36,14 @@ class Devices:
     def n(self) -> int:
         """How many there are, of all processes."""
         return self.mesh.size
+
+    def describe(self) -> str:
+        """Returns one line: how many devices, of which kind, and what they hold of the target."""
+        kind = self.mesh.devices.flat[0].device_kind
+        if self.n == 1:
+            return f"trains on one device ({kind})"
+        share = "a part of the target" if self.cuts_target else "all of the target"
+        return f"trains on {self.n} devices ({kind}), each with {share}"
 
     def put_rows(self, arrays: Any) -> Any:
         """Places arrays [B, ...] by rows over the devices; rows of zeros make B even.
@@ -66,27 +74,31 @@ class Devices:
     def target_spec(self, leaf: Any) -> PartitionSpec:
         """How a parameter of the target lies: cut along its longest axis that n divides, or not."""
         axes = [axis for axis, size in enumerate(leaf.shape) if size % self.n == 0]
-        if not self.cuts_target or not axes or self.n == 1:
+        if not self.cuts_target or not axes:
             return WHOLE
         return PartitionSpec(*[None] * max(axes, key=lambda axis: leaf.shape[axis]), AXIS)
 
+    def target_specs(self, params: Any) -> Any:
+        """`target_spec` of each parameter."""
+        return jax.tree.map(self.target_spec, params)
+
     def by_rows(self, work: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """Compiles work, which runs on every device with its part of the arguments."""
-        return jax.jit(
-            # The check of replicated values does not know loops that run as often as there are
-            # scored rows; sums over the devices are written out instead.
-            jax.shard_map(
-                work, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-            )
+        """Returns work as it runs on every device, with its part of the arguments.
+
+        What is to be equal everywhere must be made so (`sum_over_devices`): that is not checked,
+        since the check refuses loops that run as often as a device has scored rows.
+        """
+        return jax.shard_map(
+            work, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
 
-def find_devices(n_devices: int | None, cut_target: bool | None, target_bytes: int) -> Devices:
+def find_devices(n_devices: int | None, cut_target: bool | None, params: Any) -> Devices:
     """Returns the devices to train on.
 
     Args:
       n_devices: None: all of them; of CPU devices, which share their cores, one.
-      cut_target: None: where the target takes more than half of a device's memory.
+      cut_target: None: where its `params` take more than half of a device's memory.
     Raises:
       ConfigError: there are not as many.
     """
@@ -98,24 +110,35 @@ def find_devices(n_devices: int | None, cut_target: bool | None, target_bytes: i
         raise ConfigError(f"devices must be all {len(there)} of all processes, got {wanted}")
     if cut_target is None:
         memory = (there[0].memory_stats() or {}).get("bytes_limit")
-        cut_target = memory is not None and target_bytes > FITS * memory and wanted > 1
-        if cut_target:
-            say(
-                f"the target ({target_bytes / 1e9:.1f} GB) is cut over {wanted} devices of "
-                f"{memory / 1e9:.1f} GB"
-            )
+        needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))
+        cut_target = memory is not None and needed > FITS * memory
     mesh = jax.make_mesh((wanted,), (AXIS,), (AxisType.Auto,), devices=there[:wanted])
-    return Devices(mesh, cut_target)
+    return Devices(mesh, cut_target and wanted > 1)
+
+
+def one_device() -> Devices:
+    """Returns the first device alone."""
+    return find_devices(1, False, {})
+
+
+def sum_over_devices(tree: Any) -> Any:
+    """Adds up what the devices found, inside `Devices.by_rows`."""
+    return lax.psum(tree, AXIS)
+
+
+def target_ends(params: dict) -> dict:
+    """The target's embedding, final norm and head: its parameters without the layers."""
+    return {name: part for name, part in params.items() if name != "layers"}
 
 
 def assemble(params: dict, specs: dict) -> dict:
-    """Returns the target's parameters inside `Devices.by_rows`, its layers when they are asked for.
+    """Returns the target's parameters inside `Devices.by_rows`: each layer when it is asked for.
 
     Args:
       params: blocks of this device; specs: how they were cut, leaf for leaf.
     """
-    whole = {name: gather(params[name], specs[name]) for name in params if name != "layers"}
-    return whole | {"layers": _Layers(params["layers"], specs["layers"])}
+    ends = gather(target_ends(params), target_ends(specs))
+    return ends | {"layers": _Layers(params["layers"], specs["layers"])}
 
 
 def gather(part: Any, specs: Any) -> Any:
@@ -141,4 +164,5 @@ class _Layers(Sequence):
 
 
 def _put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    with jax.transfer_guard_host_to_device("allow"):  # meant, whatever a run forbids
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -3,13 +3,15 @@
     python -m train.pdm --config smollm2_n5 [--field value ...]
     python -m train.pdm --config qwen4b_n8 --dry-run     # what it needs, from shapes alone
 
-target + rows -> draft -> train steps -> workdir/{checkpoints,heads}/<n>, metrics.jsonl, run.json
+target + rows -> draft -> updates -> workdir/{checkpoints,heads}/<n>, metrics.jsonl, tensorboard,
+best.json, run.json
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import sys
 import time
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from spd_jax.checks import ConfigError
@@ -35,23 +38,27 @@ from spd_jax.weights import LoadedTarget, load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train.batches import training_batches
 from train.chats import ChatReader
-from train.checkpoint import has_checkpoint, restore_latest, save_state
-from train.config import TrainConfig, parse_config
+from train.checkpoint import checkpoint_numbers, restore_latest
+from train.config import MOST, TrainConfig, parse_config
 from train.data import Corpus, last_answers, read_corpus
 from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
 from train.evaluate import describe_figures, evaluate, make_eval_step
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
-from train.optimizer import learning_rate, make_optimizer
+from train.optimizer import learning_rate, make_average, make_optimizer, read_average
+from train.parallel import Devices, find_devices
 from train.publish import save_run_head
 from train.record import NAME as RECORD_NAME
-from train.record import read_record, write_record
+from train.record import read_record, recorded_start, write_record
+from train.saver import Judged, Saver
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
 from train.teacher import StateCache, Teacher
+from train.tensorboard import EventFile
 from train.vocabulary import check_same_ids, run_draft_ids
 
 PROG = "python -m train.pdm"
-MAX_SKIPPED = 20  # batches in a row without a valid position: something is wrong with the data
+MAX_SKIPPED = 20  # updates in a row without a valid position: something is wrong with the data
+FRESH = {"judged": None, "window": None, "n_skipped": 0}  # the notes of a run that has not begun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +66,9 @@ class Run:
     """What stays the same from the first step of a run to its last."""
 
     config: TrainConfig
+    devices: Devices
     target: LoadedTarget
-    target_params: Any  # on the device
+    target_params: Any  # on the devices
     draft: DraftConfig
     start: tuple[DraftConfig, Any] | None  # a head to begin from and its parameters
     corpus: Corpus
@@ -88,19 +96,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         heldout = last_answers(read_data(config.heldout_data, config, target))
     with sole_writer(Path(config.workdir) / ".lock"):
         config, draft, start = open_run(config, target, corpus)
-        this = Run(config, target, target.place(), draft, start, corpus, heldout, started)
+        devices = find_devices(config.devices, config.cut_target, target.params)
+        say(devices.describe())
+        params = devices.place_target(target)
+        this = Run(config, devices, target, params, draft, start, corpus, heldout, started)
         state, n_steps = train(this)
     position = state.position
     if position < n_steps:
-        say(f"{position} of {n_steps} batches done; the same command goes on from there")
+        say(f"{position} of {n_steps} updates done; the same command goes on from there")
     if position:
         say(f"the head is {this.workdir / 'heads' / str(position)}")
     return 0
 
 
 def train(this: Run) -> tuple[TrainState, int]:
-    """Runs the training loop; returns the last state, which is saved, and the planned batches."""
-    config, draft, target = this.config, this.draft, this.target.config
+    """Runs the training loop; returns the last state, which is saved, and the planned updates."""
+    config = this.config
     batches, n_epoch = training_batches(
         this.corpus.rows,
         config.sequence_len,
@@ -108,64 +119,123 @@ def train(this: Run) -> tuple[TrainState, int]:
         config.seed,
         packing=config.packing,
     )
-    n_steps = config.steps or math.ceil(config.epochs * n_epoch)
+    n_steps = planned_updates(config, n_epoch)
     schedule = learning_rate(config, n_steps)
-    optimizer = make_optimizer(config, schedule)
-    state = starting_state(this, optimizer)
+    optimizer, average = make_optimizer(config, schedule), make_average(config)
+    state, notes = starting_state(this, optimizer, average)
     position = saved = state.position
     say(
-        f"{n_epoch} batches an epoch; {'goes on' if position else 'starts'} at {position}/{n_steps}"
+        f"{n_epoch} batches an epoch, {config.accumulate} an update; "
+        f"{'goes on' if position else 'starts'} at {position}/{n_steps}"
     )
-
-    train_step = make_train_step(
-        target,
-        draft,
-        optimizer,
-        schedule,
-        expected_alpha=config.expected_alpha,
-        **config.scoring,
-    )
-    teacher, judge = make_teacher(this, this.corpus), make_judge(this)
-    window, n_skipped, judged = MeanMetrics(), 0, None
+    update, judge = make_update(this, batches, optimizer, schedule, average), make_judge(this)
+    window, n_skipped, judged = MeanMetrics(notes["window"]), notes["n_skipped"], notes["judged"]
 
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest(this.started, config.max_minutes))
-        log = stack.enter_context(MetricsFile(this.workdir / "metrics.jsonl", position))
+        saver = stack.enter_context(Saver(config, position, functools.partial(write_head, this)))
+        logs = open_logs(this, position, stack)
         progress = stack.enter_context(TrainProgress(n_steps, position))
         stack.enter_context(jax.transfer_guard_host_to_device("disallow"))
+
+        def save() -> None:
+            kept = {"judged": judged, "window": window.so_far(), "n_skipped": n_skipped}
+            saver.save(state, result_params(config, state), kept)
+            window.restart_clock()
+
         while position < n_steps and not stop.reason:
-            batch = batches[position]
-            state, metrics = train_step(state, this.target_params, teacher(batch))
-            metrics = jax.device_get(metrics)  # waits: the CPU backend must not queue steps
+            state, metrics, n_tokens = update(state, position)
             position += 1
             n_skipped = 0 if metrics["n_valid"] else n_skipped + 1
             check_step(metrics, position, n_skipped)
-            window.add(metrics, n_tokens=int((batch["attention_mask"] > 0).sum()))
+            saver.check()
+            window.add(metrics, n_tokens)
             progress.advance(position)
             is_last = position == n_steps
             if position % config.log_every == 0 or is_last:
                 record = {"step": position, **window.take(), "lr": float(metrics["lr"])}
-                log.write(record)
+                write_all(logs, record)
                 progress.show(record)
-            if judge and (position % config.eval_every == 0 or is_last):
-                figures = judge(state.params)
+            is_judged = judge is not None and (position % config.eval_every == 0 or is_last)
+            if is_judged:
+                figures = judge(result_params(config, state))
                 judged = position, figures
-                log.write({"step": position, "heldout": figures})
+                write_all(logs, {"step": position, "heldout": figures})
                 progress.say(f"held out at {position}  {describe_figures(figures)}")
                 window.restart_clock()
-            if position % config.save_every == 0 or is_last:
-                save(this, state, judged)
+            may_be_best = is_judged and config.keep_best > 0
+            if position % config.save_every == 0 or is_last or may_be_best:
+                save()
                 saved = position
-                window.restart_clock()
         if stop.reason:
             progress.say(f"stopping: {stop.reason}")
         if position > saved:
-            save(this, state, judged)
+            save()
     return state, n_steps
 
 
-def starting_state(this: Run, optimizer: optax.GradientTransformation) -> TrainState:
-    """Returns the state of the last checkpoint, else that of a new run."""
+def make_update(
+    this: Run,
+    batches: Sequence[dict[str, np.ndarray]],
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    average: optax.GradientTransformation | None,
+) -> Callable[[TrainState, int], tuple[TrainState, dict[str, Any], int]]:
+    """Returns (state, position) -> (state, metrics on the host, tokens read without padding)."""
+    config = this.config
+    train_step = make_train_step(
+        this.target.config,
+        this.draft,
+        optimizer,
+        schedule,
+        average=average,
+        expected_alpha=config.expected_alpha,
+        devices=this.devices,
+        **config.scoring,
+    )
+    teacher = make_teacher(this, this.corpus)
+
+    def update(state: TrainState, position: int) -> tuple[TrainState, dict[str, Any], int]:
+        numbers = range(position * config.accumulate, (position + 1) * config.accumulate)
+        chosen = [batches[number] for number in numbers]
+        state, metrics = train_step(state, this.target_params, map(teacher, chosen))
+        metrics = jax.device_get(metrics)  # waits: the CPU backend must not queue steps
+        return state, metrics, sum(int((batch["attention_mask"] > 0).sum()) for batch in chosen)
+
+    return update
+
+
+def planned_updates(config: TrainConfig, n_epoch: int) -> int:
+    """Returns the updates of a run whose epoch has `n_epoch` batches."""
+    n_steps = config.steps or math.ceil(config.epochs * n_epoch / config.accumulate)
+    if n_steps > MOST["steps"]:
+        raise ConfigError(
+            f"epochs must give at most {MOST['steps']} updates, got {config.epochs:g} of {n_epoch} "
+            "batches; lower epochs"
+        )
+    return n_steps
+
+
+def open_logs(
+    this: Run, position: int, stack: contextlib.ExitStack
+) -> list[MetricsFile | EventFile]:
+    """Opens what the figures go to, for a run that goes on at `position`."""
+    logs = [stack.enter_context(MetricsFile(this.workdir / "metrics.jsonl", position))]
+    if this.config.tensorboard:
+        logs.append(stack.enter_context(EventFile(this.workdir / "tensorboard", position)))
+    return logs
+
+
+def write_all(logs: Sequence[MetricsFile | EventFile], record: dict[str, Any]) -> None:
+    """Writes a record to each log."""
+    for log in logs:
+        log.write(record)
+
+
+def starting_state(
+    this: Run, optimizer: optax.GradientTransformation, average: optax.GradientTransformation | None
+) -> tuple[TrainState, dict[str, Any]]:
+    """Returns the state and the notes of the last checkpoint, else those of a new run."""
     config, checkpoints = this.config, this.workdir / "checkpoints"
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     params = init_params(this.target.config, this.draft, this.target_params, init_key)
@@ -173,18 +243,34 @@ def starting_state(this: Run, optimizer: optax.GradientTransformation) -> TrainS
         params = grow_params(
             this.target.config, this.draft, params, this.target_params, *this.start
         )
-    state = init_state(params, optimizer, train_key)
-    return restore_latest(checkpoints, state) or state
+    state = init_state(params, optimizer, train_key, average)
+    state, notes = restore_latest(checkpoints, state) or (state, FRESH)
+    return this.devices.put_whole(state), notes
+
+
+def result_params(config: TrainConfig, state: TrainState) -> Any:
+    """Returns the parameters to evaluate and to write as head: their average where one is kept."""
+    if config.ema is None:
+        return state.params
+    return read_average(state.params, state.average, config.ema)
 
 
 def make_judge(this: Run) -> Callable[[Any], dict[str, Any]] | None:
-    """Returns draft parameters -> held-out figures; None where there are no held-out rows."""
+    """Returns draft parameters -> held-out figures; None where there are no held-out rows.
+
+    The draft computes in the target's dtype, as it will when it decodes.
+    """
     if not this.heldout:
         return None
     config, rows = this.config, this.heldout.rows[: this.config.eval_rows]
     eval_step = make_eval_step(this.target.config, this.draft, **config.scoring)
-    teacher = make_teacher(this, this.heldout)
-    return lambda params: evaluate(eval_step, teacher, this.target_params, params, rows, config)
+    teacher, dtype = make_teacher(this, this.heldout), this.target_params["embed"]["weight"].dtype
+
+    def judge(params: Any) -> dict[str, Any]:
+        params = optax.tree.cast(params, dtype)
+        return evaluate(eval_step, teacher, this.target_params, params, rows, config)
+
+    return judge
 
 
 def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -> Corpus:
@@ -208,7 +294,7 @@ def open_run(
     """
     workdir, start = Path(config.workdir), None
     draft = config.draft_config(target.config, None, target.sha256)
-    if has_checkpoint(workdir / "checkpoints"):
+    if checkpoint_numbers(workdir / "checkpoints"):
         config, draft, notes = read_record(workdir, config, draft, corpus.sha256)
         for note in notes:
             say(f"note: {note}")
@@ -216,6 +302,10 @@ def open_run(
     else:
         if (workdir / RECORD_NAME).exists():
             say(f"note: the run in {workdir} has no checkpoint; it starts anew")
+            began_from = recorded_start(workdir)
+            if config.start_from is None and began_from is not None:
+                say(f"note: it starts from {began_from}, as before; give a new workdir if not")
+                config = dataclasses.replace(config, start_from=began_from)
         start = None if config.start_from is None else read_start(config, target)
         among = None if start is None else start[0].draft_ids
         ids, mass = run_draft_ids(config, corpus.rows, target, among)
@@ -236,7 +326,7 @@ def read_start(config: TrainConfig, target: LoadedTarget) -> tuple[DraftConfig, 
     Raises:
       ConfigError: it belongs to another target, or no run can go on from its kind.
     """
-    draft, params, _ = load_draft_file(config.start_from, config.dtype)
+    draft, params, _ = load_draft_file(config.start_from, "float32")
     refuse_v10(draft, f"start_from {config.start_from}", "trained further")
     if draft.target_sha256 != target.sha256:
         raise ConfigError(
@@ -255,31 +345,28 @@ def make_teacher(this: Run, corpus: Corpus) -> Teacher:
         dtype = this.target_params["embed"]["weight"].dtype
         cache = StateCache(this.workdir / "states", corpus, kept, width, dtype, target.sha256)
         say(f"state cache: {cache.n_bytes / 1e9:.2f} GB, {cache.n_done} rows done")
-    return Teacher(target.config, this.draft, this.target_params, corpus, cache)
+    return Teacher(target.config, this.draft, this.target_params, corpus, cache, this.devices)
 
 
 def check_step(metrics: dict[str, Any], position: int, n_skipped: int) -> None:
     """Raises ConfigError where going on makes no sense: the last checkpoint stays as it is."""
     if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
         raise ConfigError(
-            f"batch {position}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']} must "
+            f"update {position}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']} must "
             "be finite; lower lr and go on from the last checkpoint"
         )
     if n_skipped == MAX_SKIPPED:
         raise ConfigError(
-            f"{MAX_SKIPPED} batches in a row had no position to learn from (up to batch "
+            f"{MAX_SKIPPED} updates in a row had no position to learn from (up to update "
             f"{position}); raise draft_vocab_size or look at the rows of train_data"
         )
 
 
-def save(this: Run, state: TrainState, judged: tuple[int, dict[str, Any]] | None) -> None:
-    """Writes a head directory, then the checkpoint: where that exists the head does too."""
+def write_head(this: Run, position: int, params: Any, judged: Judged | None) -> None:
+    """Writes the head directory of a checkpoint."""
     heads, target = this.workdir / "heads", this.target.config
-    save_run_head(
-        heads, state.position, this.config, this.draft, target, state.params, judged,
-        (this.corpus, this.heldout),
-    )  # fmt: skip
-    save_state(this.workdir / "checkpoints", state, this.config.keep)
+    data = this.corpus, this.heldout
+    save_run_head(heads, position, this.config, this.draft, target, params, judged, data)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -60,7 +59,7 @@ def save_run_head(
     judged: tuple[int, dict[str, Any]] | None,
     corpora: tuple[Corpus | None, Corpus | None] = (None, None),
 ) -> None:
-    """Writes directory/<position> in bfloat16; of those up to it, the newest `config.keep` stay.
+    """Writes directory/<position> in bfloat16.
 
     Args:
       judged: the last held-out figures, and after how many batches they were taken.
@@ -70,10 +69,6 @@ def save_run_head(
     """
     card = model_card(position, config, draft, judged, Origin(target, *corpora, command_line()))
     save_head(directory / str(position), draft, target, jax.device_get(params), card)
-    numbered = sorted((int(p.name), p) for p in directory.iterdir() if p.name.isdecimal())
-    older = [path for number, path in numbered if number <= position]
-    for path in older[: -config.keep]:
-        shutil.rmtree(path)
 
 
 def command_line(argv: Sequence[str] | None = None) -> str | None:

@@ -1,13 +1,16 @@
 """run.json, the record of a run: its settings, its draft (with the draft ids) and its data.
 
-A resumed run takes the draft from here; it may not change what the parameters' shapes hang on.
+A resumed run takes the draft from here; it may not change what the parameters' shapes or the
+average of the weights hang on. A digest tells whether the draft was edited.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from spd_jax.checks import ConfigError, from_fields
 from spd_jax.config import DraftConfig
@@ -15,10 +18,12 @@ from spd_jax.weights.files import read_json, replace_file
 from train.config import TrainConfig
 
 NAME = "run.json"
-ORDER_FIELDS = ("seed", "sequence_len", "batch_tokens", "packing")  # and the data: the batches
-LOSS_FIELDS = ("steps", "epochs", "lr", "warmup_steps", "schedule", "clip_norm", "b2")
-LOSS_FIELDS += ("weight_decay", "temperature", "loss", "outside", "tv_weight", "mask_mode")
-LOSS_FIELDS += ("expected_alpha", "dtype")
+VERSION = 2  # 1 had no digest, and checkpoints without notes
+# These and the data set the batches.
+ORDER_FIELDS = ("seed", "sequence_len", "batch_tokens", "accumulate", "packing")
+LOSS_FIELDS = ("steps", "epochs", "lr", "warmup_steps", "schedule", "lr_final", "clip_norm")
+LOSS_FIELDS += ("b1", "b2", "eps", "weight_decay", "decay_head", "temperature", "loss", "outside")
+LOSS_FIELDS += ("tv_weight", "mask_mode", "expected_alpha", "dtype")
 
 
 def write_record(workdir: Path, config: TrainConfig, draft: DraftConfig, data_sha256: str) -> None:
@@ -27,9 +32,12 @@ def write_record(workdir: Path, config: TrainConfig, draft: DraftConfig, data_sh
     Raises:
       ConfigError: the disk refuses.
     """
+    drafted = dataclasses.asdict(draft)
     fields = {
+        "version": VERSION,
         "config": dataclasses.asdict(config),
-        "draft": dataclasses.asdict(draft),
+        "draft": drafted,
+        "draft_sha256": _digest(drafted),
         "data_sha256": data_sha256,
     }
     try:
@@ -56,12 +64,22 @@ def read_record(
       ConfigError: the settings ask for another draft than the record's.
     """
     fields = read_json(workdir / NAME)
+    if fields.get("version") != VERSION:
+        raise ConfigError(
+            f"{workdir / NAME}: must be of version {VERSION}, got {fields.get('version')!r:.60}: "
+            "its checkpoints lack what a run now needs; give a new workdir"
+        )
     for name in ("config", "draft"):
         if not isinstance(fields.get(name), dict):
             raise ConfigError(
                 f"{workdir / NAME}: {name} must be an object, got {fields.get(name)!r:.60}; give a "
                 "new workdir"
             )
+    if _digest(fields["draft"]) != fields.get("draft_sha256"):
+        raise ConfigError(
+            f"{workdir / NAME}: its draft is not the one this run trains (draft_sha256 differs); "
+            "put the file back as it was, or give a new workdir"
+        )
     draft = from_fields(DraftConfig, fields["draft"], str(workdir / NAME))
     for field in dataclasses.fields(DraftConfig):
         before, now = getattr(draft, field.name), getattr(fresh, field.name)
@@ -77,6 +95,11 @@ def read_record(
             f"{config.draft_vocab_size}; change it back or give a new workdir"
         )
     old, notes = fields["config"], []
+    if config.ema != old.get("ema"):
+        raise ConfigError(
+            f"the run in {workdir} has ema {old.get('ema')}, the settings say {config.ema}; change "
+            "it back or give a new workdir"
+        )
     if fields.get("data_sha256") != data_sha256:
         notes.append("the training data differ from the run's so far; the new ones are used")
     began_from = old.get("start_from")
@@ -89,3 +112,14 @@ def read_record(
             what = "batches come in another order" if name in ORDER_FIELDS else "this holds"
             notes.append(f"{name} was {before} and is {now}: {what} from here on")
     return config, draft, notes
+
+
+def recorded_start(workdir: Path) -> str | None:
+    """Returns the head that a run without a checkpoint was to begin from; None: from no head."""
+    config = read_json(workdir / NAME).get("config")
+    start = config.get("start_from") if isinstance(config, dict) else None
+    return start if isinstance(start, str) else None
+
+
+def _digest(draft: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(draft, sort_keys=True).encode()).hexdigest()

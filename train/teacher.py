@@ -5,7 +5,6 @@ Each row is computed once where a cache is kept: later epochs read it from disk.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import shutil
@@ -23,6 +22,7 @@ from spd_jax.models import target as model
 from spd_jax.models.distill import kept_states, scored_positions, target_choices
 from spd_jax.weights.files import one_line
 from train.data import Corpus
+from train.parallel import BY_ROW, Devices, assemble, one_device
 
 
 class Teacher:
@@ -35,9 +35,18 @@ class Teacher:
         params: Any,
         corpus: Corpus,
         cache: StateCache | None = None,
+        devices: Devices | None = None,
     ) -> None:
-        self._outputs = jax.jit(functools.partial(run_target, target, draft))
+        """`devices`: where `params` are and batches go; None: the first."""
+        self._devices = devices = devices or one_device()
         self._params, self._rows, self._cache = params, corpus.rows, cache
+        specs = devices.target_specs(params)
+
+        def outputs(params: Any, *inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return run_target(target, draft, assemble(params, specs), *inputs)
+
+        in_specs = (specs, BY_ROW, BY_ROW, BY_ROW)
+        self._outputs = jax.jit(devices.by_rows(outputs, in_specs, BY_ROW))
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Returns the batch on the device, with the target's outputs."""
@@ -45,9 +54,9 @@ class Teacher:
         numbers = [n for n in batch.pop("row_numbers").ravel().tolist() if n >= 0]
         lens = [len(self._rows[n].ids) for n in numbers]
         known = self._cache and self._cache.read(numbers, lens, batch["input_ids"].shape)
-        on_device = jax.device_put(batch)
+        on_device = self._devices.put_rows(batch)
         if known:
-            states, best = jax.device_put(known)
+            states, best = self._devices.put_rows(known)
         else:
             states, best = self._outputs(
                 self._params,

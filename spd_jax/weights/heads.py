@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from spd_jax.checks import ConfigError, from_fields, suggest
@@ -70,7 +71,7 @@ def save_head(
             save_file(tensors, str(work / TENSORS_NAME), metadata={"format": "pt"})
             (work / CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n")
             (work / CARD_NAME).write_text(card, encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the second: a disk that fills up in save_file
         raise ConfigError(f"{directory}: cannot write the head ({one_line(error)})") from None
 
 

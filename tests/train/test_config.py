@@ -84,6 +84,14 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
         ({"overflow": "split"}, "overflow must be cut or discard, got 'split'"),
         ({"packing": True, "state_cache": True}, "packing and state_cache exclude each other"),
         ({"draft_vocab": "v.json", "draft_vocab_size": 9}, "draft_vocab_size exclude each other"),
+        ({"ema": 1.0}, "ema must be between 0 and 1"),
+        ({"b1": 0.0}, "b1 must be between 0 and 1"),
+        ({"eps": 0.0}, "eps must be a number above 0"),
+        ({"lr_final": 1.5}, "lr_final must be from 0 to 1, .* got 1.5"),
+        ({"accumulate": 0}, "accumulate must be at least 1"),
+        ({"keep_best": -1}, "keep_best must be at least 0"),
+        ({"steps": 10**30}, "steps must be at most 2147483647"),
+        ({"lr": 1e30}, "lr must be at most 1000"),
     ],
 )
 def test_values_that_cannot_be_are_errors(fields, message):

@@ -1,7 +1,12 @@
 """A dry run counts what real arrays weigh, compares it with the device memory, touches nothing."""
 
+import dataclasses
 import functools
+import json
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +23,17 @@ from spd_jax.models.cache import init_cache
 from spd_jax.models.draft import check_pair, check_row_types, init_params
 from spd_jax.pipeline.programs import cache_capacity, prefill
 from spd_jax.pipeline.state import Inputs
-from spd_jax.weights import load_target_config
+from spd_jax.weights import load_target_config, load_target_files
+from spd_jax.weights.heads import save_head
+from spd_jax.weights.tiny import TINY_CONFIG
 from train import dry_run, memory, pdm
 from train.config import config_names, named_config
-from train.optimizer import make_optimizer
+from train.optimizer import make_average, make_optimizer
 from train.step import init_state, make_loss
 from train.teacher import run_target
 
 PROG = "python -m train.pdm"
+ROOT = Path(__file__).parents[2]
 
 
 def settings(*flags):
@@ -93,16 +101,22 @@ def test_padding_is_what_a_rank_has_no_layer_for(hybrid_directory):
     assert len(set(ranks.wasted_layers)) > 1
 
 
-def test_the_trainer_is_counted_as_its_arrays_weigh(hybrid_directory):
-    config = settings("--target", str(hybrid_directory), "--draft-vocab-size", "40")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainer_is_counted_as_its_arrays_weigh(hybrid_directory, dtype):
+    flags = ("--target", str(hybrid_directory), "--draft-vocab-size", "40", "--ema", "0.9")
+    config = settings(*flags, "--dtype", dtype, "--accumulate", "3")
     plan = dry_run.make_plan(config)
-    target = spd_jax.load_target(hybrid_directory)
+    target = spd_jax.load_target(hybrid_directory, dtype)
     init = jax.jit(functools.partial(init_params, target.config, plan.spec.draft))
     params = init(target.params, jax.random.key(0))
-    state = init_state(params, make_optimizer(config, lambda step: 0.1), jax.random.key(0))
-    want = [sum(x.nbytes for x in jax.tree.leaves(t))
-            for t in (target.params, params, state.opt_state)]  # fmt: skip
-    assert [plan.trainer.target, plan.trainer.draft, plan.trainer.optimizer] == want
+    optimizer = make_optimizer(config, lambda step: 0.1)
+    state = init_state(params, optimizer, jax.random.key(0), make_average(config))
+    trees = (target.params, state.params, state.opt_state, state.average)
+    want = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in trees]
+    counted = plan.trainer
+    assert [counted.target, counted.draft, counted.optimizer, counted.average] == want
+    assert counted.gradients == 2 * want[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
 
 
 def test_what_a_backward_pass_keeps_leaves_arguments_out():
@@ -158,6 +172,7 @@ def test_what_does_not_fit_is_one_line_and_exit_code_2(capsys):
         (["--draft-vocab-size", "257"], "draft_vocab_size must be at most .* 256, got 257"),
         (["--anchors", "0", "1", "2"], "are the deepest at no depth"),
         (["--target", "Qwen/Qwen3-7B"], "no config.json of 'Qwen/Qwen3-7B' is at hand"),
+        (["--start-from", "tests/absent"], "draft 'tests/absent' is not there"),
     ],
 )
 def test_settings_that_cannot_be_are_errors(flags, message):
@@ -169,6 +184,57 @@ def test_settings_that_cannot_be_are_errors(flags, message):
 def test_sizes_that_cannot_be_are_errors(field):
     with pytest.raises(ConfigError, match=f"{field} must be"):
         dry_run.DryRunConfig(**{field: 0})
+
+
+@pytest.mark.parametrize("value", [10**12, 10**30])
+@pytest.mark.parametrize("field", ["context_len", "decode_batch", "d_ff", "steps", "n_layers"])
+def test_absurd_sizes_are_errors(field, value):
+    with pytest.raises(ConfigError, match=f"{field} must be .* got {value}"):
+        dry_run.DryRunConfig(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["head_dim", "num_hidden_layers", "linear_value_head_dim"])
+def test_a_target_of_absurd_sizes_is_an_error(hybrid_directory, tmp_path, field):
+    fields = json.loads((hybrid_directory / "config.json").read_text())
+    fields.pop("layer_types", None)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {field: 2**30}))
+    if field == "num_hidden_layers":  # a list of its layers would be as long
+        target = dataclasses.replace(TINY_CONFIG, n_layers=2**13)
+        with pytest.raises(ConfigError, match="x: n_layers must be at most 4096, got 8192"):
+            dry_run.check_sizes("x", target)
+        return
+    with pytest.raises(ConfigError, match=f"must be at most {2**24}, got {2**30}; correct its"):
+        dry_run.make_plan(settings("--target", str(tmp_path), "--draft-vocab-size", "40"))
+
+
+def test_the_context_is_the_targets_where_that_is_less(monkeypatch):
+    short = dataclasses.replace(TINY_CONFIG, max_context=128)
+    monkeypatch.setattr(dry_run, "load_target_config", lambda source: (short, None))
+    assert dry_run.make_plan(settings()).config.context_len == 128
+
+
+def test_a_head_to_start_from_is_checked_as_training_does(golden, tmp_path):
+    with pytest.raises(ConfigError, match="start_from .* a v10 head .* not trained further"):
+        dry_run.make_plan(settings("--start-from", str(golden / "qwen3" / "v10_n4")))
+    target = load_target_files("tiny")
+    start = settings("--d-ff", "16").draft_config(target.config, tuple(range(9, 250)), None)
+    params = init_params(target.config, start, target.place(), jax.random.key(0))
+    save_head(tmp_path / "head", start, target.config, jax.device_get(params), "")
+    with pytest.raises(ConfigError, match="d_ff must be that of the head to start from, 16"):
+        dry_run.make_plan(settings("--start-from", str(tmp_path / "head")))
+    plan = dry_run.make_plan(settings("--start-from", str(tmp_path / "head"), "--d-ff", "16"))
+    assert plan.spec.draft.draft_ids == tuple(range(9, 9 + 192))
+
+
+@pytest.mark.timeout(120)
+def test_a_reader_that_has_gone_is_no_traceback():
+    command = [sys.executable, "-m", "train.pdm", "--config", "tiny_n4", "--dry-run"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
 
 
 @pytest.mark.parametrize("name", config_names())

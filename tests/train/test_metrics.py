@@ -1,9 +1,7 @@
 """The metrics file survives kills without a duplicate step; means are weighted by positions."""
 
-import errno
 import io
 import json
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -33,14 +31,27 @@ def test_a_disk_that_refuses_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot keep metrics"):
         MetricsFile(tmp_path / "absent" / "metrics.jsonl", 0)
 
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with MetricsFile(tmp_path / "metrics.jsonl", 0) as log:
+    with (
+        pytest.raises(ConfigError, match="/dev/full: cannot write .*No space left"),
+        MetricsFile(tmp_path / "metrics.jsonl", 0) as log,
+    ):
         log._file.close()
-        log._file = SimpleNamespace(name="metrics.jsonl", write=full, close=lambda: None)
-        with pytest.raises(ConfigError, match="metrics.jsonl: cannot write .*No space left"):
-            log.write({"step": 1})
+        log._file = open("/dev/full", "w")
+        log.write({"step": 1})
+
+
+def test_an_interval_goes_on_after_a_stop():
+    one = {"accuracy": 0.5, "coverage": 1.0, "grad_norm": 1.0}
+    whole, first = MeanMetrics(), MeanMetrics()
+    for window in (whole, first):
+        window.add({**one, "loss": 0.1, "n_valid": 3}, n_tokens=50)
+    second = MeanMetrics(json.loads(json.dumps(first.so_far())))
+    for window in (whole, second):
+        window.add({**one, "loss": 0.7, "n_valid": 7}, n_tokens=20)
+    names = ("loss", "accuracy", "n_valid")
+    want, got = whole.take(), second.take()
+    assert [got[name] for name in names] == [want[name] for name in names]
+    assert got["seconds_per_step"] > 0
 
 
 def test_means_are_weighted_by_valid_positions():

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from spd_jax.checks import ConfigError
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train import pdm
+from train.config import parse_config
 from train.stop import StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +69,7 @@ def run_main(flags):
 
 @pytest.fixture(scope="module")
 def whole_run(data, tmp_path_factory):
-    """A run of 12 batches without a break: its folder and its last state."""
+    """A run of 12 updates without a break: its folder and its last state."""
     workdir = tmp_path_factory.mktemp("whole")
     flags = argv(data, workdir, "--heldout-data", str(data), "--eval-every", "6")
     return workdir, run_main(flags)
@@ -94,11 +96,16 @@ class StopAfter:
 
 def test_a_run_leaves_heads_checkpoints_metrics_and_its_record(whole_run):
     workdir, _ = whole_run
-    names = {"checkpoints", "heads", "metrics.jsonl", "run.json", ".lock"}
-    assert {path.name for path in workdir.iterdir()} == names
-    for name in ("checkpoints", "heads"):
-        assert sorted(path.name for path in (workdir / name).iterdir()) == ["12", "8"]
+    names = {"checkpoints", "heads", "metrics.jsonl", "tensorboard", "run.json", ".lock"}
+    assert {path.name for path in workdir.iterdir()} == names | {"best.json"}
     records = read_metrics(workdir)
+    judged = {r["step"]: r["heldout"]["all"]["agree_target"] for r in records if "heldout" in r}
+    best = json.loads((workdir / "best.json").read_text())
+    assert best["figure"] == max(judged.values()) == judged[best["position"]]
+    for name in ("checkpoints", "heads"):  # saves were at 4, 6, 8 and 12
+        kept = sorted(int(path.name) for path in (workdir / name).iterdir())
+        assert kept == sorted({8, 12, best["position"]})
+    assert (workdir / best["head"] / "model.safetensors").is_file()
     losses = {r["step"]: r["loss"] for r in records if "loss" in r}
     assert list(losses) == [2, 4, 6, 8, 10, 12]
     assert losses[12] < losses[2]
@@ -148,7 +155,8 @@ def test_a_run_without_its_checkpoints_starts_anew_and_keeps_its_heads(
     shutil.copytree(whole_run[0], workdir)
     shutil.rmtree(workdir / "checkpoints")
     run_main([*argv(data, workdir), "--steps", "1", "--save-every", "1", "--keep", "1"])
-    assert "has no checkpoint; it starts anew" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "has no checkpoint; it starts anew" in err and "starts from" not in err
     assert (workdir / "heads" / "1" / "model.safetensors").is_file()
     assert (workdir / "heads" / "12").is_dir()  # of a longer run: not ours to remove
 
@@ -163,13 +171,61 @@ def test_checkpoints_that_cannot_be_read_are_not_passed_over(data, whole_run, tm
         pdm.main(argv(data, workdir))
 
 
-@pytest.mark.parametrize("change", [{"config": []}, {"draft": None}])
-def test_a_damaged_record_is_one_line(data, whole_run, tmp_path, change):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's reads
+def test_a_garbled_checkpoint_costs_the_updates_since_the_one_before(
+    data, whole_run, tmp_path, capsys
+):
+    workdir, want = tmp_path / "run", read_metrics(whole_run[0])
+    shutil.copytree(whole_run[0], workdir)
+    files = [path for path in (workdir / "checkpoints" / "12").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 16
+    largest.write_bytes(content)
+    state = run_main(argv(data, workdir, "--heldout-data", str(data), "--eval-every", "6"))
+    err = capsys.readouterr().err
+    assert "note: checkpoint 12 in" in err and "is not readable" in err
+    assert "goes on at 8/12" in err
+    for expected, got in zip(whole_run[1], state, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert [r["step"] for r in read_metrics(workdir)] == [r["step"] for r in want]
+    gc.collect()
+
+
+def test_a_run_stopped_before_its_first_checkpoint_keeps_its_start(
+    data, whole_run, tmp_path, capsys
+):
+    head = whole_run[0] / "heads" / "12"
+    flags = argv(data, tmp_path, "--steps", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pdm, "StopRequest", StopAfter(0))
+        assert pdm.main([*flags, "--start-from", str(head)]) == 0
+    assert not (tmp_path / "checkpoints").exists()
+    assert pdm.main(flags) == 0
+    assert f"note: it starts from {head}, as before" in capsys.readouterr().err
+    assert BEGUN in (tmp_path / "heads" / "1" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": []}, "config must be an object, got"),
+        ({"draft": None}, "draft must be an object, got"),
+        ({"version": 1}, "must be of version 2, got 1: .*give a new workdir"),
+        ({"version": None}, "must be of version 2, got None"),
+        ({"draft": {"draft_ids": [*range(1, 193)]}}, "its draft is not the one this run trains"),
+    ],
+)
+def test_a_damaged_or_older_record_is_one_line(data, whole_run, tmp_path, change, message):
     workdir = tmp_path / "run"
     shutil.copytree(whole_run[0], workdir)
     record = json.loads((workdir / "run.json").read_text())
-    (workdir / "run.json").write_text(json.dumps(record | change))
-    with pytest.raises(ConfigError, match="run.json: .* must be an object, got"):
+    for name, value in change.items():
+        if isinstance(value, dict):
+            value = record[name] | value
+        record[name] = value
+    (workdir / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=f"run.json: {message}"):
         pdm.main(argv(data, workdir))
 
 
@@ -205,13 +261,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, ca
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pdm, "StopRequest", StopAfter(n_batches))
             run_main(flags)
-    assert "7 of 12 batches done; the same command goes on" in capsys.readouterr().err
+    assert "7 of 12 updates done; the same command goes on" in capsys.readouterr().err
     state = run_main(flags)
     assert "goes on at 7/12" in capsys.readouterr().err
     for expected, got in zip(whole_run[1], state, strict=True):
         np.testing.assert_array_equal(got, expected)
-    steps = [record["step"] for record in read_metrics(tmp_path)]
-    assert steps == sorted(set(steps)) and steps[-1] == 12
+    clocks = {"tokens_per_second", "scored_per_second", "seconds_per_step"}
+    want, got = (
+        [{k: v for k, v in r.items() if k not in clocks} for r in read_metrics(d) if "loss" in r]
+        for d in (whole_run[0], tmp_path)
+    )
+    assert got == want  # those whose batches lie on both sides of a stop too
 
 
 def test_a_finished_run_started_again_does_nothing(data, whole_run, capsys):
@@ -229,6 +289,7 @@ def test_a_finished_run_started_again_does_nothing(data, whole_run, capsys):
         (["--n-layers", "2"], "trains a draft with n_layers 1, the settings say 2"),
         (["--n-stages", "5"], "trains a draft with anchors"),
         (["--draft-vocab-size", "9"], "draft_vocab_size 192, the settings say 9"),
+        (["--ema", "0.5"], "has ema None, the settings say 0.5"),
     ],
 )
 def test_a_run_is_not_resumed_with_another_draft(data, whole_run, more, message):
@@ -247,15 +308,49 @@ def test_what_changes_at_a_resume_is_said(data, whole_run, tmp_path, capsys):
     assert "note: seed was 0 and is 3: batches come in another order from here on" in err
 
 
+def test_more_updates_than_can_be_counted_are_an_error():
+    config = parse_config("test", ["--config", "tiny_n4", "--epochs", "1e9"])
+    assert pdm.planned_updates(dataclasses.replace(config, accumulate=4), 3) == 750_000_000
+    with pytest.raises(ConfigError, match="epochs must give at most .* lower epochs"):
+        pdm.planned_updates(config, 3)
+
+
+def test_the_average_is_what_is_judged_and_published(data, tmp_path):
+    """One update at a decay: the average of one is that one, of two it lies between."""
+    flags = argv(data, tmp_path, "--heldout-data", str(data), "--ema", "0.5", "--lr", "0.1")
+    state = run_main(
+        [
+            *flags,
+            "--steps",
+            "2",
+            "--save-every",
+            "1",
+            "--tensorboard",
+            "False",
+            "--draft-vocab-size",
+            "150",
+        ]
+    )
+    assert not (tmp_path / "tensorboard").exists()
+    heads = [load_draft_file(tmp_path / "heads" / n)[1]["lm_head"]["weight"] for n in "12"]
+    checkpoint = [leaf for leaf in state if leaf.shape == heads[0].shape]
+    weight, _, second, average = checkpoint  # by TrainState: params, mu, nu, average
+    assert (second >= 0).all()
+    # weights of the average: (1/3, 2/3) after two updates
+    np.testing.assert_allclose(heads[1], (heads[0] + 2 * weight) / 3, rtol=0.02, atol=1e-3)
+    assert np.abs(heads[1] - weight).max() > 0.01
+    np.testing.assert_allclose(heads[1], average / 0.75, rtol=0.01, atol=1e-3)
+
+
 def test_batches_without_anything_to_learn_end_the_run(data, tmp_path):
     flags = argv(data, tmp_path, "--draft-vocab-size", "1", "--steps", "40")
-    with pytest.raises(ConfigError, match="20 batches in a row had no position to learn from"):
+    with pytest.raises(ConfigError, match="20 updates in a row had no position to learn from"):
         pdm.main(flags)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run():
     metrics = {"loss": float("nan"), "grad_norm": 1.0}
-    with pytest.raises(ConfigError, match="batch 7: loss nan.*lower lr"):
+    with pytest.raises(ConfigError, match="update 7: loss nan.*lower lr"):
         pdm.check_step(metrics, 7, 0)
 
 

@@ -12,20 +12,27 @@ from spd_jax.models.distill import count_scores, mean_metrics, score_positions
 from spd_jax.models.draft import init_params
 from train.batches import make_batch
 from train.config import TrainConfig
-from train.optimizer import learning_rate, make_optimizer
+from train.optimizer import (
+    decayed,
+    learning_rate,
+    make_average,
+    make_optimizer,
+    read_average,
+)
 from train.step import draw_fill, init_state, make_train_step
 from train.teacher import Teacher, teacher_outputs
 
 CONFIG = TrainConfig(lr=3e-3, warmup_steps=2)
 
 
-def make_parts(small):
+def make_parts(small, optimizer=None, average=None, expected_alpha=None):
     """A state and the step for it."""
     schedule = learning_rate(CONFIG, 1000)
-    optimizer = make_optimizer(CONFIG, schedule)
+    optimizer = make_optimizer(CONFIG, schedule) if optimizer is None else optimizer
     params = init_params(small.target, small.draft, small.target_params, jax.random.key(1))
-    state = init_state(params, optimizer, jax.random.key(2))
-    return state, make_train_step(small.target, small.draft, optimizer, schedule)
+    state = init_state(params, optimizer, jax.random.key(2), average)
+    more = {"average": average, "expected_alpha": expected_alpha}
+    return state, make_train_step(small.target, small.draft, optimizer, schedule, **more)
 
 
 @pytest.fixture(scope="module")
@@ -148,9 +155,124 @@ def test_steps_draw_different_fills_without_recompiling(small, corpus, state, tr
     for _ in range(20):
         state, metrics = train_step(state, small.target_params, batch)
         fills.append(int(metrics["fill"]))
-        n_compiled.append(train_step._cache_size())
+        n_compiled.append(train_step.gradients._cache_size() + train_step.update._cache_size())
     assert set(fills) == {1, 2, 3}
     assert n_compiled[0] == n_compiled[-1]
+
+
+def test_an_update_of_several_batches_is_that_of_one_large_batch(small, corpus):
+    """The mean over all positions: batches of unequal counts do not weigh the same."""
+    large = taught(small, corpus, corpus.rows[:4])
+    parts = [taught(small, corpus, corpus.rows[:1]), taught(small, corpus, corpus.rows[1:4])]
+    always_full = {"expected_alpha": 1 - 1e-12}
+    results = []
+    for batches in (large, parts):
+        state, train_step = make_parts(small, optax.sgd(0.1), **always_full)
+        before = leaves(state.params)
+        results.append(train_step(state, small.target_params, batches))
+    (one, of_one), (several, of_several) = results
+    for a, b, start in zip(leaves(one.params), leaves(several.params), before, strict=True):
+        assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(a)
+        assert np.linalg.norm(a - start) > 1e-5 * np.linalg.norm(a)
+    assert int(of_several["n_valid"]) == int(of_one["n_valid"])
+    for name in ("loss", "accuracy", "coverage", "grad_norm", "fill"):
+        assert float(of_several[name]) == pytest.approx(float(of_one[name]), rel=1e-5)
+    assert several.position == 1
+    counts = [int(np.sum(part["labels"] != -100)) for part in parts]
+    assert counts[0] * 2 < counts[1]
+
+
+def test_each_batch_of_an_update_has_its_own_fill(small, corpus, state, train_step):
+    batch = taught(small, corpus, corpus.rows[:4])
+    fills = []
+    for _ in range(12):
+        state, metrics = train_step(state, small.target_params, iter([batch, batch]))
+        fills.append(float(metrics["fill"]))
+    assert any(fill % 1 for fill in fills)
+
+
+def test_an_update_is_skipped_only_where_no_batch_has_a_valid_position(
+    small, corpus, state, train_step
+):
+    batch = taught(small, corpus, corpus.rows[:4])
+    nothing = {**batch, "labels": np.full_like(batch["labels"], -100)}
+    state, metrics = train_step(state, small.target_params, [nothing, batch])
+    assert int(metrics["n_valid"]) > 0 and (int(state.step), int(state.skipped)) == (1, 0)
+    state, metrics = train_step(state, small.target_params, [nothing, nothing])
+    assert int(metrics["n_valid"]) == 0 and (int(state.step), int(state.skipped)) == (1, 1)
+
+
+def test_weights_and_moments_are_float32_where_the_draft_computes_in_bfloat16(small, corpus):
+    """An update too small for bfloat16 is kept; the loss is that of the rounded weights."""
+    half = dataclasses.replace(
+        small, target_params=optax.tree.cast(small.target_params, "bfloat16")
+    )
+    batch = taught(half, corpus, corpus.rows[:4])
+    assert batch["states"].dtype == jnp.bfloat16
+    state, train_step = make_parts(half, optax.adam(1e-6), optax.ema(0.9), 1 - 1e-12)
+    before = jax.device_get(state.params)
+    rounded = optax.tree.cast(state.params, jnp.bfloat16)
+    kept = teacher_outputs(half.target, half.draft, batch)
+    scores = score_positions(
+        half.target, half.draft, half.target_params, rounded, *kept, fill=half.draft.n_stages
+    )
+    want = float(mean_metrics(count_scores(scores))[0])
+    state, metrics = train_step(state, half.target_params, batch)
+    assert float(metrics["loss"]) == pytest.approx(want, rel=1e-3)
+    kinds = {leaf.dtype for leaf in leaves((state.params, state.opt_state, state.average))}
+    assert kinds == {np.dtype(np.float32), np.dtype(np.int32)}
+    n_moved = n_hidden = 0
+    for a, b in zip(leaves(before), leaves(state.params), strict=True):
+        n_moved += np.sum(a != b)
+        n_hidden += np.sum((a != b) & (a.astype(jnp.bfloat16) == b.astype(jnp.bfloat16)))
+    assert n_hidden > 0.9 * n_moved > 0
+
+
+def test_the_average_weighs_updates_by_the_decay(small, corpus):
+    decay = 0.7
+    config = dataclasses.replace(CONFIG, ema=decay)
+    state, train_step = make_parts(small, average=make_average(config))
+    start = leaves(state.params)
+    for a, b in zip(leaves(read_average(state.params, state.average, decay)), start, strict=True):
+        np.testing.assert_array_equal(a, b)  # before the first update
+    batch, seen = taught(small, corpus, corpus.rows[:4]), []
+    for _ in range(4):
+        state, _ = train_step(state, small.target_params, batch)
+        seen.append(leaves(jax.tree.map(jnp.copy, state.params)))
+    got = leaves(read_average(state.params, state.average, decay))
+    weights = decay ** np.arange(3, -1, -1.0)
+    for leaf, *each in zip(got, *seen, strict=True):
+        np.testing.assert_allclose(
+            leaf, np.average(each, axis=0, weights=weights), rtol=1e-5, atol=1e-6
+        )
+    assert make_average(CONFIG) is None
+
+
+def test_weight_decay_reaches_the_head_only_if_asked():
+    params = {"lm_head": {"weight": np.ones((2, 2))}, "projs": [{"weight": np.ones((2, 2))}]}
+    params["layers"] = [{"norm": {"weight": np.ones(2)}}]
+    for head in (True, False):
+        got = decayed(params, head)
+        assert got["lm_head"]["weight"] is head
+        assert got["projs"][0]["weight"] and not got["layers"][0]["norm"]["weight"]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_learning_rate_falls_to_its_floor(schedule):
+    config = TrainConfig(lr=2.0, warmup_steps=4, schedule=schedule, lr_final=0.25)
+    rates = [float(learning_rate(config, 24)(i)) for i in range(30)]
+    assert max(rates) == 2.0 and min(rates[4:]) == pytest.approx(0.5)
+    assert rates[24:] == pytest.approx([0.5] * 6)
+
+
+def test_adamw_takes_its_settings():
+    config = TrainConfig(b1=0.5, b2=0.75, eps=1.0, warmup_steps=0, clip_norm=1e9)
+    optimizer, params = make_optimizer(config, lambda _: 1.0), {"w": np.zeros(1, np.float32)}
+    gradient = {"w": np.full(1, 3.0, np.float32)}
+    updates, state = optimizer.update(gradient, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], -3 / (3 + 1.0))  # unbiased moments, eps beside
+    np.testing.assert_allclose(optax.tree.get(state, "mu")["w"], 1.5)
+    np.testing.assert_allclose(optax.tree.get(state, "nu")["w"], 9 / 4)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spd_jax.config import DraftConfig, V10DraftConfig
@@ -67,6 +68,19 @@ def test_a_head_is_replaced_but_other_files_never(tmp_path, config, refused):
     with refused("other files"):
         save_head(tmp_path / "h", DRAFT, config, params_of(DRAFT, config), "")
     assert load_head_dir(tmp_path / "h", "float32")[0] == VARIANTS[1]
+
+
+@pytest.mark.parametrize("kind", [OSError, SafetensorError])
+def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path, config, refused, kind):
+    def full(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise kind("No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "save_file", full)
+        with refused(str(tmp_path / "h"), "cannot write the head", "No space left"):
+            save_head(tmp_path / "h", DRAFT, config, params_of(DRAFT, config), "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_v10_head_is_not_saved(tmp_path, config, refused):

@@ -8,7 +8,9 @@ Not yet run: there are no figures to expect. Planned for one device of 80 GB to 
 decode; `python -m train.pdm --config qwen4b_n8 --dry-run` says what each of them holds.
 
 Anchors, layers and learning rate are those of the published head of this size (three layers: one
-fewer than a stage, so the draft is done first). b2 is not: at 0.999 bfloat16 moments stand still.
+fewer than a stage, so the draft is done first). b2 is not: it is the one that SmolLM2's head was
+trained with. bfloat16 is what target and draft compute in; weights and moments are float32, so a b2
+of 0.999 would work too.
 """
 
 from train.config import TrainConfig
