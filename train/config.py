@@ -113,6 +113,15 @@ class TrainConfig:
     """Steps between evaluations; one follows the last step too."""
     eval_rows: int = 64
     """Held-out rows used at most."""
+    eval_stages: tuple[int, ...] = ()
+    """Other numbers of stages to simulate the head at, in the evaluation after the last step."""
+    decode_every: int = 0
+    """Evaluations between true decodes of held-out prompts; one follows the last step too. 0: none
+    at all."""
+    decode_rows: int = 4
+    """Prompts of a true decode."""
+    decode_tokens: int = 64
+    """New tokens of each of them at most."""
     save_every: int = 200
     """Steps between checkpoints."""
     keep: int = 2
@@ -128,7 +137,9 @@ class TrainConfig:
             _at_least(name, getattr(self, name), 1)
         for name in ("save_every", "keep", "steps", "draft_vocab_size", "d_ff"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "weight_decay", "seed"):
+        for name in ("decode_rows", "decode_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("warmup_steps", "weight_decay", "seed", "decode_every"):
             _at_least(name, getattr(self, name), 0)
         for name in ("epochs", "lr", "clip_norm", "temperature", "max_minutes"):
             value = getattr(self, name)
@@ -139,6 +150,8 @@ class TrainConfig:
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"{name} must be between 0 and 1, got {value}")
         LossConfig(tv_weight=self.tv_weight)  # for its error
+        if min(self.eval_stages, default=2) < 2:
+            raise ConfigError(f"eval_stages must be numbers of at least 2, got {self.eval_stages}")
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be below 2^63, got {self.seed}")
         if self.sequence_len < 2:

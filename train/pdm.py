@@ -13,7 +13,7 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ from train.checkpoint import has_checkpoint, restore_latest, save_state
 from train.config import TrainConfig, parse_config
 from train.data import Corpus, last_answers, read_corpus
 from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
-from train.evaluate import describe_figures, evaluate, make_eval_step
+from train.evaluate import describe_figures
+from train.judge import Judge
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 from train.optimizer import learning_rate, make_optimizer
 from train.publish import save_run_head
@@ -148,7 +149,7 @@ def train(this: Run) -> tuple[TrainState, int]:
                 log.write(record)
                 progress.show(record)
             if judge and (position % config.eval_every == 0 or is_last):
-                figures = judge(state.params)
+                figures = judge(state.params, position, is_last)
                 judged = position, figures
                 log.write({"step": position, "heldout": figures})
                 progress.say(f"held out at {position}  {describe_figures(figures)}")
@@ -177,14 +178,12 @@ def starting_state(this: Run, optimizer: optax.GradientTransformation) -> TrainS
     return restore_latest(checkpoints, state) or state
 
 
-def make_judge(this: Run) -> Callable[[Any], dict[str, Any]] | None:
-    """Returns draft parameters -> held-out figures; None where there are no held-out rows."""
+def make_judge(this: Run) -> Judge | None:
+    """Returns what makes held-out figures of draft parameters; None without held-out rows."""
     if not this.heldout:
         return None
-    config, rows = this.config, this.heldout.rows[: this.config.eval_rows]
-    eval_step = make_eval_step(this.target.config, this.draft, **config.scoring)
-    teacher = make_teacher(this, this.heldout)
-    return lambda params: evaluate(eval_step, teacher, this.target_params, params, rows, config)
+    teacher, rows = make_teacher(this, this.heldout), this.heldout.rows[: this.config.eval_rows]
+    return Judge(this.config, this.target, this.target_params, this.draft, teacher, rows)
 
 
 def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -> Corpus:
