@@ -157,8 +157,9 @@ def contents(workdir: Path) -> dict[str, bytes | str]:
     """Returns everything that a run leaves, by name."""
     found: dict[str, bytes | str] = {"best.json": (workdir / "best.json").read_bytes()}
     for path in sorted((workdir / "heads").rglob("*")):
-        if path.is_file():
-            found[str(path.relative_to(workdir))] = path.read_bytes()
+        if path.is_file():  # a card tells the command, which names the folder
+            content = path.read_bytes().replace(str(workdir).encode(), b"workdir")
+            found[str(path.relative_to(workdir))] = content
     for path in sorted((workdir / "checkpoints").iterdir()):
         notes = ocp.metadata(path).custom_metadata["notes"]
         found[f"checkpoints/{path.name} notes"] = json.dumps(_without_clocks(notes))

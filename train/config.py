@@ -139,6 +139,15 @@ class TrainConfig:
     """Updates between evaluations; one follows the last too."""
     eval_rows: int = 64
     """Held-out rows used at most."""
+    eval_stages: tuple[int, ...] = ()
+    """Other numbers of stages to simulate the head at, in the evaluation after the last step."""
+    decode_every: int = 0
+    """Evaluations between true decodes of held-out prompts; one follows the last step too. 0: none
+    at all."""
+    decode_rows: int = 4
+    """Prompts of a true decode."""
+    decode_tokens: int = 64
+    """New tokens of each of them at most."""
     save_every: int = 200
     """Updates between checkpoints."""
     keep: int = 2
@@ -166,7 +175,9 @@ class TrainConfig:
         for name in ("save_every", "keep", "steps", "draft_vocab_size", "d_ff", "accumulate"):
             _at_least(name, getattr(self, name), 1)
         _at_least("devices", self.devices, 1)
-        for name in ("warmup_steps", "weight_decay", "seed", "keep_best"):
+        for name in ("decode_rows", "decode_tokens"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("warmup_steps", "weight_decay", "seed", "keep_best", "decode_every"):
             _at_least(name, getattr(self, name), 0)
         for name in ("epochs", "lr", "clip_norm", "temperature", "max_minutes", "eps"):
             value = getattr(self, name)
@@ -181,6 +192,8 @@ class TrainConfig:
             raise ConfigError(
                 f"lr_final must be from 0 to 1, a fraction of lr, got {self.lr_final}"
             )
+        if min(self.eval_stages, default=2) < 2:
+            raise ConfigError(f"eval_stages must be numbers of at least 2, got {self.eval_stages}")
         if self.seed >= 2**63:
             raise ConfigError(f"seed must be below 2^63, got {self.seed}")
         if self.sequence_len < 2:

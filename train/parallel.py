@@ -22,6 +22,7 @@ from spd_jax.weights import LoadedTarget
 
 AXIS = "data"
 WHOLE, BY_ROW = PartitionSpec(), PartitionSpec(AXIS)
+BY_ROW_IN_EACH = PartitionSpec(None, AXIS)  # of a stack [n, B, ...]
 FITS = 0.5  # of a device's memory: a larger target leaves too little for the rest
 
 
@@ -119,6 +120,11 @@ def find_devices(n_devices: int | None, cut_target: bool | None, params: Any) ->
 def one_device() -> Devices:
     """Returns the first device alone."""
     return find_devices(1, False, {})
+
+
+def first_copy(tree: Any) -> Any:
+    """Returns arrays that are whole on every device as they lie on the first one here."""
+    return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
 def sum_over_devices(tree: Any) -> Any:

@@ -42,7 +42,8 @@ from train.checkpoint import checkpoint_numbers, restore_latest
 from train.config import MOST, TrainConfig, parse_config
 from train.data import Corpus, last_answers, read_corpus
 from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
-from train.evaluate import describe_figures, evaluate, make_eval_step
+from train.evaluate import describe_figures
+from train.judge import Judge
 from train.metrics import MeanMetrics, MetricsFile, TrainProgress
 from train.optimizer import learning_rate, make_average, make_optimizer, read_average
 from train.parallel import Devices, find_devices
@@ -158,7 +159,7 @@ def train(this: Run) -> tuple[TrainState, int]:
                 progress.show(record)
             is_judged = judge is not None and (position % config.eval_every == 0 or is_last)
             if is_judged:
-                figures = judge(result_params(config, state))
+                figures = judge(result_params(config, state), position, is_last)
                 judged = position, figures
                 write_all(logs, {"step": position, "heldout": figures})
                 progress.say(f"held out at {position}  {describe_figures(figures)}")
@@ -255,22 +256,14 @@ def result_params(config: TrainConfig, state: TrainState) -> Any:
     return read_average(state.params, state.average, config.ema)
 
 
-def make_judge(this: Run) -> Callable[[Any], dict[str, Any]] | None:
-    """Returns draft parameters -> held-out figures; None where there are no held-out rows.
-
-    The draft computes in the target's dtype, as it will when it decodes.
-    """
+def make_judge(this: Run) -> Judge | None:
+    """Returns what makes held-out figures of draft parameters; None without held-out rows."""
     if not this.heldout:
         return None
-    config, rows = this.config, this.heldout.rows[: this.config.eval_rows]
-    eval_step = make_eval_step(this.target.config, this.draft, **config.scoring)
-    teacher, dtype = make_teacher(this, this.heldout), this.target_params["embed"]["weight"].dtype
-
-    def judge(params: Any) -> dict[str, Any]:
-        params = optax.tree.cast(params, dtype)
-        return evaluate(eval_step, teacher, this.target_params, params, rows, config)
-
-    return judge
+    teacher, rows = make_teacher(this, this.heldout), this.heldout.rows[: this.config.eval_rows]
+    return Judge(
+        this.config, this.target, this.target_params, this.draft, teacher, rows, this.devices
+    )
 
 
 def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -> Corpus:

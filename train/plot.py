@@ -33,26 +33,39 @@ TRAINING = {
 # Of a group of held-out records, by batch.
 HELDOUT = {
     "loss": "held-out loss (nats per position)",
+    "kl": "held-out KL (nats per position)",
     "agree_target": "agreement with the target (share)",
     "agree_text": "agreement with the text (share)",
     "alpha": "held-out alpha (accepted / verified)",
     "tau": "held-out tau (x one device)",
+    "acceptance": "acceptance at T = 1 (expected alpha)",
+    "decode_alpha": "alpha of decoding held-out prompts",
+    "decode_tau": "tau of decoding held-out prompts",
 }
-BASELINES = {"agree_target": "lookup", "agree_text": "lookup"}  # drawn dashed beside the figure
+BASELINES = {  # drawn dashed beside the figure
+    "agree_target": "lookup",
+    "agree_text": "lookup",
+    "alpha": "lookup_alpha",
+    "tau": "lookup_tau",
+}
 
 
 class Profile(NamedTuple):
-    """A list of figures, as a run has it last: the axes of its panel."""
+    """A list of figures, or figures by number, as a run has it last: the axes of its panel."""
 
     label: str
     x_label: str
-    first: int  # what its first entry stands for
+    first: int = 0  # what the first entry of a list stands for
 
 
 PROFILES = {
     "loss_by_fill": Profile("held-out loss (nats per position)", "tokens in flight", 1),
     "agree_target_by_fill": Profile("agreement with the target (share)", "tokens in flight", 1),
     "agree_text_by_fill": Profile("agreement with the text (share)", "tokens in flight", 1),
+    "acceptance_by_fill": Profile("acceptance at T = 1 (share)", "tokens in flight", 1),
+    "kl_by_fill": Profile("held-out KL (nats per position)", "tokens in flight", 1),
+    "alpha_by_stages": Profile("held-out alpha (accepted / verified)", "stages"),
+    "tau_by_stages": Profile("held-out tau (x one device)", "stages"),
     "kl_by_depth": Profile("KL divergence (nats per position)", "stages completed", 0),
 }
 
@@ -127,7 +140,7 @@ def read_runs(paths: Sequence[str], group: str) -> list[RunCurves]:
     for name, file in zip(names, files, strict=True):
         records = _records(file)
         groups = [(r["step"], r["heldout"]) for r in records if isinstance(r.get("heldout"), dict)]
-        found = [{**g[group], "step": s} for s, g in groups if isinstance(g.get(group), dict)]
+        found = [_flat(g[group]) | {"step": s} for s, g in groups if isinstance(g.get(group), dict)]
         if groups and not found:
             known = ", ".join(sorted({str(name) for _, g in groups for name in g}))
             raise ConfigError(f"{file}: no held-out group {group!r}; there are {known}")
@@ -137,6 +150,13 @@ def read_runs(paths: Sequence[str], group: str) -> list[RunCurves]:
             raise ConfigError(f"{file}: holds no figure to draw; is it the metrics of train.pdm?")
         curves.append(this)
     return curves
+
+
+def _flat(rates: dict[str, Any]) -> dict[str, Any]:
+    """A group's figures, those of a true decode among them."""
+    decode = rates.get("decode")
+    decode = decode if isinstance(decode, dict) else {}
+    return rates | {f"decode_{name}": value for name, value in decode.items()}
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
@@ -188,11 +208,21 @@ def _last_profile(run: RunCurves, figure: str, first: int) -> tuple[list[float],
     """What a list's entries stand for, and their values, as the run has it last."""
     for records in (run.heldout, run.training):
         for record in reversed(records):
-            values = record.get(figure)
-            if isinstance(values, list) and any(map(is_number, values)):
-                pairs = [(first + i, v) for i, v in enumerate(values) if is_number(v)]
+            pairs = _numbered(record.get(figure), first)
+            if pairs:
                 return [x for x, _ in pairs], [y for _, y in pairs]
     return [], []
+
+
+def _numbered(values: Any, first: int) -> list[tuple[int, float]]:
+    """The numbers of a list, or of an object whose names are numbers, with what each stands for."""
+    if isinstance(values, list):
+        pairs = list(enumerate(values, first))
+    elif isinstance(values, dict):
+        pairs = sorted((int(name), v) for name, v in values.items() if name.isdecimal())
+    else:
+        pairs = []
+    return [(x, y) for x, y in pairs if is_number(y)]
 
 
 def draw(names: Sequence[str], panels: Sequence[Panel]) -> bytes:

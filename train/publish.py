@@ -33,10 +33,19 @@ COLUMNS = {
     "lookup": "2-gram lookup",
     "alpha": "alpha",
     "tau": "tau",
+    "lookup_tau": "tau of lookup",
+    "acceptance": "acceptance",
     "coverage": "coverage",
+    "kl": "KL (nats)",
     "loss": "loss (nats)",
 }
-BY_FILL = {"agree_text_by_fill": "with the text", "agree_target_by_fill": "with the target"}
+BY_FILL = {
+    "agree_text_by_fill": "agreement with the text",
+    "agree_target_by_fill": "with the target's choice",
+    "acceptance_by_fill": "acceptance",
+    "kl_by_fill": "KL (nats)",
+}
+BY_STAGES = {"alpha_by_stages": "alpha", "tau_by_stages": "tau"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,12 +191,13 @@ def _data(config: TrainConfig, origin: Origin) -> list[str]:
         ("held out", config.heldout_data, origin.heldout),
     ]
     rows = []
-    for use, path, corpus in used:
+    for use, places, corpus in used:
         if corpus is not None:
             n_tokens = sum(len(row.ids) for row in corpus.rows)
             n_scored = sum(int(row.scored_mask.sum()) for row in corpus.rows)
             counts = (f"{n:,}" for n in (len(corpus.rows), n_tokens, n_scored))
-            rows.append([use, _code(path), *counts, _temperatures(corpus), _code(corpus.sha256)])
+            paths = ", ".join(map(_code, places or ()))
+            rows.append([use, paths, *counts, _temperatures(corpus), _code(corpus.sha256)])
     if not rows:
         return []
     heads = ["data", "file", "rows", "tokens", "scored", "temperature: rows", "sha256"]
@@ -233,19 +243,48 @@ def _figures(
         "## Figures",
         "",
         f"On held-out text{when}, {config.eval_rows} rows at most, by the temperature it was "
-        "written at; means over fills 1..N. 2-gram lookup is the baseline, on the same positions.",
+        "written at. Agreement, KL and loss are means over fills 1..N (tokens in flight); alpha "
+        "and tau are those of decoding replayed along the text, where the head proposes its best "
+        "guess; acceptance is the alpha expected of sampling at temperature 1. 2-gram lookup is "
+        "the baseline, on the same positions.",
         "",
         *_table(["text", *(COLUMNS[name] for name in names)], rows),
         "",
     ]
     rates = groups.get("all", {})
+    return lines + _by_fill(rates) + _by_stages(rates) + _decoded(rates.get("decode"))
+
+
+def _by_fill(rates: dict[str, Any]) -> list[str]:
     by_fill = {name: rates[name] for name in BY_FILL if isinstance(rates.get(name), list)}
-    if by_fill:
-        fills = range(1, max(map(len, by_fill.values())) + 1)
-        rows = [[BY_FILL[name], *map(_rate, values)] for name, values in by_fill.items()]
-        heads = ["agreement by tokens in flight", *map(str, fills)]
-        lines += [*_table(heads, rows), ""]
-    return lines
+    if not by_fill:
+        return []
+    fills = range(1, max(map(len, by_fill.values())) + 1)
+    rows = [[BY_FILL[name], *map(_rate, values)] for name, values in by_fill.items()]
+    return [*_table(["by tokens in flight", *map(str, fills)], rows), ""]
+
+
+def _by_stages(rates: dict[str, Any]) -> list[str]:
+    by_stages = {name: rates[name] for name in BY_STAGES if isinstance(rates.get(name), dict)}
+    if not by_stages:
+        return []
+    counts = sorted({n for values in by_stages.values() for n in values}, key=int)
+    rows = [
+        [BY_STAGES[name], *(_rate(values.get(n)) for n in counts)]
+        for name, values in by_stages.items()
+    ]
+    return [*_table(["at other numbers of stages", *counts], rows), ""]
+
+
+def _decoded(decode: dict[str, Any] | None) -> list[str]:
+    if not decode:
+        return []
+    return [
+        f"Decoding {decode['rows']} held-out prompts greedily took {decode['cycles']:,} cycles for "
+        f"{decode['tokens']:,} tokens: alpha {_rate(decode['alpha'])}, tau {_rate(decode['tau'])}; "
+        f"the text was identical to plain decoding in {decode['identical']} of {decode['rows']}.",
+        "",
+    ]
 
 
 def _rate(value: Any) -> str:

@@ -105,13 +105,46 @@ def score_positions(
 ) -> Scores:
     """Runs the draft at a simulated fill and compares it with the target where labels follow.
 
+    `options` are as in `draft.forward`, the other arguments as in `compare_outputs`.
+    """
+    out = draft_outputs(target, draft, draft_params, hidden, segments, fill, mask_mode, **options)
+    return compare_outputs(
+        target,
+        draft,
+        target_params,
+        draft_params,
+        hidden,
+        best,
+        segments,
+        labels,
+        out,
+        temperature=temperature,
+        loss=loss,
+    )
+
+
+def compare_outputs(
+    target: TargetConfig,
+    draft: AnyDraftConfig,
+    target_params: dict,
+    draft_params: dict,
+    hidden: Hidden,
+    best: jax.Array | None,
+    segments: jax.Array,
+    labels: jax.Array,
+    out: jax.Array,
+    *,
+    temperature: float = 1.0,
+    loss: LossConfig = KL,
+) -> Scores:
+    """Compares a draft's outputs with the target where labels follow.
+
     Args:
       hidden: the target's hidden states of `kept_states`.
       best: int [B, T-1], its choices where scored; not needed where the draft has all ids.
       segments: int [B, T], the text of each token, 0 on padding; labels: int [B, T].
-      options: as in `draft.forward`.
+      out: [B, T, D], of `draft_outputs`.
     """
-    out = draft_outputs(target, draft, draft_params, hidden, segments, fill, mask_mode, **options)
     scored = scored_positions(labels, segments)
     head = jax.lax.stop_gradient(model.head_weight(target_params))
     covered, valid, columns = jnp.ones(scored.shape, bool), scored, None

@@ -274,6 +274,19 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, ca
     assert got == want  # those whose batches lie on both sides of a stop too
 
 
+def test_evaluations_and_decodes_leave_training_as_it_is(data, whole_run, tmp_path, capsys):
+    more = ["--heldout-data", str(data), "--eval-every", "6", "--eval-stages", "2", "6"]
+    more += ["--decode-every", "1", "--decode-rows", "2", "--decode-tokens", "8"]
+    state = run_main(argv(data, tmp_path, *more))
+    for expected, got in zip(whole_run[1], state, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    first, last = (r["heldout"]["all"] for r in read_metrics(tmp_path) if "heldout" in r)
+    assert first["decode"]["identical"] == last["decode"]["identical"] == 2
+    assert list(last["alpha_by_stages"]) == ["2", "6"] and "alpha_by_stages" not in first
+    assert "the text of generate in 2 of 2" in capsys.readouterr().err
+    assert "identical to plain decoding" in (tmp_path / "heads" / "12" / "README.md").read_text()
+
+
 def test_a_finished_run_started_again_does_nothing(data, whole_run, capsys):
     workdir, state = whole_run
     before = (workdir / "metrics.jsonl").read_bytes()

@@ -64,6 +64,26 @@ def test_a_profile_is_the_last_one_there_is(tmp_path):
     assert (fills[1].lines[0].x, fills[1].lines[0].y) == ([0, 1], [3.0, 2.0])
 
 
+def test_figures_by_stages_and_of_decodes_are_drawn(tmp_path):
+    decode = {"decode": {"alpha": 0.25, "tau": None, "rows": 4}}
+    stages = {"alpha_by_stages": {"16": 0.25, "4": 0.5, "8": None, "x": 1.0}}
+    run = write_run(
+        tmp_path / "a", heldout(2, alpha=0.5, lookup_alpha=0.25), heldout(4, **decode, **stages),
+        heldout(6, decode=3),
+    )  # fmt: skip
+    drawn = panels(run)
+    (line,) = drawn["alpha of decoding held-out prompts"].lines
+    assert (line.x, line.y) == ([4], [0.25])
+    assert "tau of decoding held-out prompts" not in drawn
+    by_stages = next(
+        p for p in plot.panels_of(plot.read_runs([run], "all")) if p.x_label == "stages"
+    )
+    assert (by_stages.lines[0].x, by_stages.lines[0].y) == ([4, 16], [0.5, 0.25])
+    alpha = plot.panels_of(plot.read_runs([run], "all"))
+    (alpha,) = [p for p in alpha if p.label.startswith("held-out alpha") and p.x_label == "batches"]
+    assert [(line.is_baseline, line.y) for line in alpha.lines] == [(False, [0.5]), (True, [0.25])]
+
+
 def test_unknown_and_broken_records_are_tolerated(tmp_path):
     odd = [
         {"step": 1, "new": {"a": 1}}, {"other": 1}, [1], None, "x", {"step": "2", "loss": 1},

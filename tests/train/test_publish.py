@@ -47,8 +47,20 @@ def test_new_and_missing_figures_are_tolerated():
     card = model_card(9, named_config("tiny_n4"), DRAFT, (9, groups))
     first, second = table_rows(card, "text")
     assert first["tau"] == "1.500" and second["tau"] == second["2-gram lookup"] == "-"
-    assert table_rows(card, "agreement by tokens in flight")[0]["1"] == "0.500"
+    assert table_rows(card, "by tokens in flight")[0]["1"] == "0.500"
     assert "kl_by_depth" not in card
+
+
+def test_other_stage_counts_and_a_true_decode_are_told():
+    decode = {"rows": 4, "tokens": 2560, "cycles": 3000, "alpha": 0.5, "tau": None, "identical": 3}
+    stages = {"alpha_by_stages": {"16": 0.25, "4": 0.5}, "tau_by_stages": {"4": None}}
+    card = model_card(9, named_config("tiny_n4"), DRAFT, (9, {"all": RATES | stages}))
+    alpha, tau = table_rows(card, "at other numbers of stages")
+    assert list(alpha.values()) == ["alpha", "0.500", "0.250"] and tau["16"] == tau["4"] == "-"
+    assert "held-out prompts" not in card
+    card = model_card(9, named_config("tiny_n4"), DRAFT, (9, {"all": RATES | {"decode": decode}}))
+    assert "3,000 cycles for 2,560 tokens: alpha 0.500, tau -; the text was identical" in card
+    assert "in 3 of 4." in card
 
 
 def test_front_matter_is_what_the_hub_reads():
