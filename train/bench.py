@@ -96,6 +96,7 @@ class Figures:
 
 def measure(step: Callable[..., Any], state: Any, args: Sequence[Any], reps: int) -> Figures:
     """Compiles step(state, *args) -> state, which is donated, and runs it."""
+    jax.clear_caches()  # programs of earlier measurements are not this one's memory
     compiled = jax.jit(step, donate_argnums=0).lower(state, *args).compile()
     state = jax.block_until_ready(compiled(state, *args))
     _forget_peak()
@@ -169,7 +170,8 @@ def whole_step(
     """
     settings = TrainConfig()
     optimizer = make_optimizer(settings, learning_rate(settings, 1000))
-    params = pdm.init_params(target, draft, target_params, jax.random.key(0))
+    init = jax.jit(functools.partial(pdm.init_params, target, draft))
+    params = init(target_params, jax.random.key(0))
     loss = make_loss(target, draft, remat=config.remat)
 
     def step(state, target_params, ids):

@@ -65,6 +65,9 @@ class TrainConfig:
     """Per-head RMSNorm of queries and keys in the draft's layers. None: as the target has it."""
     head: Literal["own", "target"] = "own"
     """own: a trained head; target: the target's frozen rows, not stored with the draft."""
+    init: Literal["target", "random"] = "target"
+    """target: layers begin as copies of the target's, rows as their deepest anchor; random: both at
+    random, as first published. The head begins as the target's rows either way."""
     start_from: str | None = None
     """Head directory to begin from, with as many layers or fewer; the draft ids are chosen among
     its own. None: copies of the target's layers, all ids."""

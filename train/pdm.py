@@ -239,7 +239,11 @@ def starting_state(
     """Returns the state and the notes of the last checkpoint, else those of a new run."""
     config, checkpoints = this.config, this.workdir / "checkpoints"
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
-    params = init_params(this.target.config, this.draft, this.target_params, init_key)
+    # Compiled as one: its hundreds of small programs would stay in memory.
+    init = functools.partial(
+        init_params, this.target.config, this.draft, copy=config.init == "target"
+    )
+    params = jax.jit(init)(this.target_params, init_key)
     if this.start is not None:
         params = grow_params(
             this.target.config, this.draft, params, this.target_params, *this.start

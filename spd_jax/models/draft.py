@@ -244,30 +244,43 @@ def logits(
 
 
 def init_params(
-    target: TargetConfig, draft: DraftConfig, target_params: dict, key: jax.Array
+    target: TargetConfig,
+    draft: DraftConfig,
+    target_params: dict,
+    key: jax.Array,
+    *,
+    copy: bool = True,
 ) -> dict:
     """Returns starting parameters for training.
 
     A row begins as its token's deepest available anchor, at that anchor's own scale, with a
     little noise; the layers as copies of the target's last ones of full attention where the shapes
-    agree; the head as the target's rows of the draft ids.
+    agree; the head as the target's rows of the draft ids. Without `copy` the first two are random,
+    normal 0.02, as published.
     """
     check_pair(target, draft)
     dtype = target_params["embed"]["weight"].dtype
     width = target.d_model
     scale_key, projs_key, *layer_keys = jax.random.split(key, draft.n_layers + 2)
-    scales = anchor_scales(target, draft, target_params, scale_key)
-    projs, eye = [], jnp.eye(width, dtype=dtype)
-    for i, proj_key in enumerate(jax.random.split(projs_key, len(draft.anchors))):
-        n_in = (i + 1) * width
-        noise = 0.1 * n_in**-0.5 * jax.random.normal(proj_key, (width, n_in), dtype)
-        projs.append({"weight": scales[i] * noise.at[:, i * width :].add(eye)})
     config = layer_config(target, draft)
-    fresh = [model.init_layer(config, KIND, layer_key, dtype) for layer_key in layer_keys]
-    sources = _attention_layers(target, target_params)[-draft.n_layers :]
-    sources = [{}] * (draft.n_layers - len(sources)) + sources
-    layers = [_copy_matching(*pair) for pair in zip(fresh, sources, strict=True)]
-    params = {"projs": projs, "layers": layers}
+    layers = [model.init_layer(config, KIND, layer_key, dtype) for layer_key in layer_keys]
+    noise = [
+        jax.random.normal(proj_key, (width, (i + 1) * width), dtype)
+        for i, proj_key in enumerate(jax.random.split(projs_key, len(draft.anchors)))
+    ]
+    if copy:
+        scales = anchor_scales(target, draft, target_params, scale_key)
+        eye = jnp.eye(width, dtype=dtype)
+        projs = [
+            scales[i] * (0.1 * x.shape[1] ** -0.5 * x).at[:, i * width :].add(eye)
+            for i, x in enumerate(noise)
+        ]
+        sources = _attention_layers(target, target_params)[-draft.n_layers :]
+        sources = [{}] * (draft.n_layers - len(sources)) + sources
+        layers = [_copy_matching(*pair) for pair in zip(layers, sources, strict=True)]
+    else:
+        projs = [0.02 * x for x in noise]
+    params = {"projs": [{"weight": x} for x in projs], "layers": layers}
     if draft.head == "own":
         weight = model.head_weight(target_params)
         ids = draft.draft_ids

@@ -1,0 +1,134 @@
+"""Scores a draft head on held-out rows, at one number of pipeline stages or several.
+
+    python -m train.score --head runs/smollm2_n5/heads/4000 --data data/heldout.jsonl --stages 3 5
+
+The figures are those that train.pdm logs while it trains: agreement, the pipeline replayed along
+the rows (alpha, tau) beside the 2-gram lookup, and what sampling at temperature 1 would accept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+import spd_jax
+from spd_jax.checks import ConfigError
+from spd_jax.commandline import parse_flags, run, say
+from spd_jax.config import DraftConfig, PipelineConfig, refuse_v10
+from spd_jax.weights.files import replace_file
+from train.chats import ChatReader
+from train.config import TrainConfig
+from train.data import last_answers, read_corpus
+from train.evaluate import Figures, evaluate, make_eval_step
+from train.teacher import Teacher
+
+COLUMNS = {
+    "alpha": "alpha",
+    "tau": "tau",
+    "lookup_alpha": "lookup alpha",
+    "lookup_tau": "lookup tau",
+    "agree_target": "agreement",
+    "kl": "KL",
+    "coverage": "coverage",
+    "acceptance": "acceptance at T = 1",
+    "acceptance_tau": "its tau",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreFlags:
+    """Score a draft head on held-out rows."""
+
+    data: tuple[str, ...]
+    """Files, folders or glob patterns, as heldout_data of train.pdm."""
+    head: str | None = None
+    """As --draft of infer.decode. None: the head that is shipped for the target."""
+    target: str = "smollm2-135m"
+    """As in infer.decode."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Run dtype of target and draft."""
+    stages: tuple[int, ...] = ()
+    """Numbers of pipeline stages. (): the one that the head was trained for."""
+    rows: int = 64
+    """Rows used at most."""
+    sequence_len: int = 256
+    """Longest row in tokens; longer rows are cut."""
+    batch_tokens: int = 512
+    """Tokens scored at once."""
+    thinking: bool = False
+    """As in train.pdm."""
+    json: Path | None = None
+    """File for the figures."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ConfigError(f"rows must be at least 1, got {self.rows}")
+
+
+def score_head(flags: ScoreFlags) -> dict[int, Figures]:
+    """Returns the figures of `evaluate` at each number of stages.
+
+    Raises:
+      ConfigError: the head is not one of this target, or the data or stages cannot be.
+    """
+    target = spd_jax.load_target(flags.target, flags.dtype)
+    head = spd_jax.load_draft(flags.head, target)
+    draft = head.config
+    refuse_v10(draft, head.name, "scored here")
+    drafts = [_at(draft, n, target.config.n_layers) for n in flags.stages] or [draft]
+    config = TrainConfig(sequence_len=flags.sequence_len, batch_tokens=flags.batch_tokens)
+    reader = ChatReader(target.tokenizer, target.stop_ids, flags.thinking)
+    corpus = read_corpus(
+        flags.data, target.config.vocab_size, flags.sequence_len, reader, config.overflow
+    )
+    for line in corpus.describe():
+        say(line)
+    corpus = last_answers(corpus)
+    rows = corpus.rows[: flags.rows]
+    found = {}
+    for one in drafts:
+        teacher = Teacher(target.config, one, target.params, corpus)
+        eval_step = make_eval_step(target.config, one)
+        figures = evaluate(eval_step, teacher, target.params, head.params, rows, config)
+        found[one.n_stages] = figures
+        say(f"{one.n_stages} stages done")
+    return found
+
+
+def print_table(found: dict[int, Figures], console: Console) -> None:
+    """Prints a line for each group of rows and number of stages."""
+    table = Table("rows", "positions", "stages", *COLUMNS.values())
+    for group in next(iter(found.values())):
+        for n_stages, figures in found.items():
+            rates = figures[group]
+            shown = (rates[name] for name in COLUMNS)
+            cells = ("-" if rate is None else f"{rate:.3f}" for rate in shown)
+            table.add_row(group, f"{rates['n_scored']}", f"{n_stages}", *cells)
+    console.print(table)
+
+
+def _at(draft: DraftConfig, n_stages: int, n_layers: int) -> DraftConfig:
+    if n_stages == draft.n_stages:
+        return draft
+    PipelineConfig(n_layers, n_stages)  # for its error
+    return dataclasses.replace(draft, n_stages=n_stages, stage_layers=None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit code."""
+    flags = parse_flags(ScoreFlags, "python -m train.score", argv)
+    found = score_head(flags)
+    print_table(found, Console(highlight=False, width=140))
+    if flags.json is not None:
+        replace_file(flags.json, (json.dumps(found, indent=2) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    run(main)
