@@ -32,7 +32,7 @@ from spd_jax.pipeline.sizes import EngineBytes, count_engine, shape_engine
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.weights import load_draft_file, load_target_config
 from train.config import TrainConfig, parse_config
-from train.memory import TrainerBytes, count_trainer
+from train.memory import TrainerBytes, count_trainer, rows_per_device
 from train.vocabulary import read_draft_ids
 
 DRY_RUN_FLAGS = ("--dry-run", "--dry_run")
@@ -194,7 +194,9 @@ def print_plan(plan: Plan, console: Console) -> None:
     }
     console.print(_size_table("every rank", shared))
     trainer = plan.trainer
-    shape = f"{config.batch_tokens // config.sequence_len} x {config.sequence_len} tokens"
+    shape = f"{rows_per_device(config)} x {config.sequence_len} tokens"
+    if (config.devices or 1) > 1:
+        shape = f"{config.devices} devices, {shape} each"
     step = {
         "target weights": trainer.target,
         "draft weights, float32": trainer.draft,

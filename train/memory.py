@@ -16,6 +16,7 @@ from spd_jax.pipeline.sizes import n_bytes
 from train.batches import make_batch
 from train.config import TrainConfig
 from train.optimizer import learning_rate, make_average, make_optimizer
+from train.parallel import target_ends
 from train.step import init_state, make_loss, make_train_step
 from train.teacher import run_target
 
@@ -24,9 +25,9 @@ LOGITS_AT_ONCE = 4  # of a chunk: the target's and the draft's, their exponentia
 
 @dataclasses.dataclass(frozen=True)
 class TrainerBytes:
-    """Bytes on the trainer's device in a step on the longest rows."""
+    """Bytes on each of the trainer's devices in a step on the longest rows."""
 
-    target: int  # frozen weights, in the run dtype
+    target: int  # frozen weights, in the run dtype; of a cut target its part, and what is together
     draft: int  # weights, float32
     optimizer: int  # its state, float32
     average: int  # of the draft's weights, float32; 0 where none is kept
@@ -88,7 +89,7 @@ def count_trainer(
         return 4 * n_logits * chunk_rows(best.size, n_logits)
 
     return TrainerBytes(
-        target=n_bytes(target_params),
+        target=_target_bytes(config, target_params),
         draft=n_bytes(state.params),
         optimizer=n_bytes(state.opt_state),
         average=n_bytes(state.average),
@@ -102,11 +103,24 @@ def count_trainer(
     )
 
 
+def rows_per_device(config: TrainConfig) -> int:
+    """Returns how many of the longest rows a device has of a batch."""
+    return -(-(config.batch_tokens // config.sequence_len) // (config.devices or 1))
+
+
+def _target_bytes(config: TrainConfig, params: Any) -> int:
+    n_devices = config.devices or 1
+    if not config.cut_target or n_devices == 1:
+        return n_bytes(params)
+    layers = [n_bytes(layer) for layer in params["layers"]]
+    return n_bytes(params) // n_devices + max(layers) + n_bytes(target_ends(params))
+
+
 def _longest_batch(config: TrainConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch of rows of sequence_len tokens."""
+    """The shapes of a device's part of a batch of rows of sequence_len tokens."""
     one_row = make_batch([], 1, config.sequence_len)
     del one_row["row_numbers"]  # stays on the host
-    shape = (config.batch_tokens // config.sequence_len, config.sequence_len)
+    shape = (rows_per_device(config), config.sequence_len)
     return {name: jax.ShapeDtypeStruct(shape, x.dtype) for name, x in one_row.items()}
 
 

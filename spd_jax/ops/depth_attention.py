@@ -21,7 +21,7 @@ from jax import lax
 from spd_jax.ops.attention import MASKED
 
 CHUNK_SCORES = 1 << 22  # far scores that are held at once; at least those of one query a block
-SMALLEST_CHUNK = 128  # where fewer tokens are not needed for that
+SHORT = 128  # tokens that are not cut further for the sake of groups
 N_GROUPS = 4  # of chunks: those of one group see a prefix of one length, and compile once
 
 
@@ -47,27 +47,30 @@ def attend_by_depth(
     """
     (n_batch, n_tokens), (n_heads, head_dim) = segments.shape, q.shape[2:]
     n_kv, n_query_blocks, n_near = k.shape[2], len(far_from), int(max(far_from))
-    chunk, n_chunks = _chunking(n_batch * n_heads * n_query_blocks, n_tokens)
-    n_added = chunk * n_chunks - n_tokens
+    chunk = _chunk_len(n_batch * n_heads * n_query_blocks, n_tokens, n_near)
+    n_chunks = -(-n_tokens // chunk)
+    n_added = n_chunks * chunk - n_tokens
 
-    def by_block(x: jax.Array, n_before: int) -> jax.Array:  # [B, heads, blocks, n_before + T', E]
+    def by_block(x: jax.Array) -> jax.Array:  # [B, heads, blocks, T', E]
         x = x.reshape(n_batch, -1, n_tokens, *x.shape[2:]).transpose(0, 3, 1, 2, 4)
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (n_before, n_added), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, n_added), (0, 0)))
 
-    q = by_block(q * head_dim**-0.5, 0)
+    q, k, v = by_block(q * head_dim**-0.5), by_block(k), by_block(v)
     q = q.reshape(n_batch, n_kv, n_heads // n_kv, *q.shape[2:])  # [B, G, H/G, Kq, T', E]
-    k, v = by_block(k, n_near), by_block(v, n_near)
-    segments = jnp.pad(segments, ((0, 0), (n_near, n_added)))
-
+    segments = jnp.pad(segments, ((0, 0), (0, n_added)))
+    in_chunks = (
+        jnp.arange(n_chunks) * chunk,
+        _split(q, n_chunks, axis=4),
+        *(_split(x, n_chunks, axis=3, n_before=n_near) for x in (k, v)),
+        _split(segments, n_chunks, axis=1, n_before=n_near),
+    )
     outs = []
     for group in np.array_split(np.arange(n_chunks), min(N_GROUPS, n_chunks)):
-        starts, prefix = group * chunk, slice(n_near, n_near + (group[-1] + 1) * chunk)
+        chunks = slice(group[0], group[-1] + 1)
+        prefix = slice(0, chunks.stop * chunk)
         far = k[:, :, 0, prefix], v[:, :, 0, prefix], segments[:, prefix]
         attend = functools.partial(_attend_chunk, seen, far_from, *far)
-        queries = _windows(q, starts, chunk, axis=4)
-        near = [_windows(x, starts, n_near + chunk, axis=x.ndim - 2) for x in (k, v)]
-        near.append(_windows(segments, starts, n_near + chunk, axis=1))
-        outs.append(lax.map(lambda args, f=attend: f(*args), (jnp.asarray(starts), queries, *near)))
+        outs.append(lax.map(lambda args, f=attend: f(*args), [x[chunks] for x in in_chunks]))
     out = jnp.concatenate(outs)  # [chunks, B, G, H/G, Kq, C, E]
     out = out.transpose(1, 4, 0, 5, 2, 3, 6)
     out = out.reshape(n_batch, n_query_blocks, n_tokens + n_added, n_heads * head_dim)
@@ -124,13 +127,25 @@ def _sum(terms: Sequence[jax.Array]) -> jax.Array:
     return functools.reduce(operator.add, terms)
 
 
-def _windows(x: jax.Array, starts: np.ndarray, size: int, axis: int) -> jax.Array:
-    """Stacks the slices of x that begin at `starts`."""
-    return jnp.stack([lax.slice_in_dim(x, s, s + size, axis=axis) for s in starts.tolist()])
+def _split(x: jax.Array, n_chunks: int, axis: int, n_before: int = 0) -> jax.Array:
+    """Cuts an axis into chunks, [chunks, ...], each with the n_before entries that precede it.
+
+    Where there are several they are no shorter than that; before the first one are zeros.
+    """
+    padding = [(0, 0)] * x.ndim
+    padding[axis] = (n_before, 0)
+    before = jnp.pad(x, padding)
+    if n_chunks == 1:
+        return before[None]
+    shape = (*x.shape[:axis], n_chunks, -1, *x.shape[axis + 1 :])
+    parts = jnp.moveaxis(x.reshape(shape), axis, 0)
+    shifted = lax.slice_in_dim(before, 0, x.shape[axis], axis=axis).reshape(shape)
+    tails = lax.slice_in_dim(jnp.moveaxis(shifted, axis, 0), 0, n_before, axis=axis + 1)
+    return jnp.concatenate([tails, parts], axis=axis + 1)
 
 
-def _chunking(n_rows: int, n_tokens: int) -> tuple[int, int]:
-    """Returns queries per chunk and the number of chunks, for T tokens of which n_rows query."""
-    fitting = max(1, CHUNK_SCORES // (n_rows * n_tokens))
-    n_chunks = max(-(-n_tokens // fitting), min(N_GROUPS, -(-n_tokens // SMALLEST_CHUNK)))
-    return -(-n_tokens // n_chunks), n_chunks
+def _chunk_len(n_rows: int, n_tokens: int, n_near: int) -> int:
+    """Returns how many of T tokens query at once, where n_rows rows of each token do."""
+    fitting = CHUNK_SCORES // (n_rows * n_tokens)
+    even = -(-n_tokens // N_GROUPS)  # no fewer chunks than groups, but for short sequences
+    return min(n_tokens, max(min(fitting, max(even, SHORT)), n_near, 1))

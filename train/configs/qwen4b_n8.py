@@ -7,10 +7,11 @@
 Not yet run: there are no figures to expect. Planned for one device of 80 GB to train on and nine to
 decode; `python -m train.pdm --config qwen4b_n8 --dry-run` says what each of them holds.
 
-Anchors, layers and learning rate are those of the published head of this size (three layers: one
-fewer than a stage, so the draft is done first). b2 is not: it is the one that SmolLM2's head was
-trained with. bfloat16 is what target and draft compute in; weights and moments are float32, so a b2
-of 0.999 would work too.
+Anchors, layers, learning rate and 64 rows of up to 2048 tokens an update are those of the published
+head of this size (three layers: one fewer than a stage, so the draft is done first). b2 is not: it
+is the one that SmolLM2's head was trained with. bfloat16 is what target and draft compute in;
+weights and moments are float32, so a b2 of 0.999 would work too. On eight devices `--batch-tokens
+65536 --accumulate 2` makes the same updates of larger parts.
 """
 
 from train.config import TrainConfig
@@ -27,8 +28,10 @@ def get_config() -> TrainConfig:
         anchors=(0, 8, 16, 24, 31),  # row types of depths 0 to 8: 0 0 1 1 2 2 3 3 4
         n_layers=3,
         draft_vocab_size=32000,
-        sequence_len=1024,
-        batch_tokens=2048,
+        sequence_len=2048,
+        batch_tokens=4096,
+        accumulate=32,
+        remat=True,
         epochs=1.0,
         lr=1e-4,
         warmup_steps=100,
