@@ -30,6 +30,7 @@ from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
 from spd_jax.models import draft as pdm
+from spd_jax.models import visibility
 from spd_jax.ops.attention import attend
 from spd_jax.ops.depth_attention import attend_by_depth
 from spd_jax.weights import load_target_files
@@ -123,10 +124,10 @@ def attention_steps(
     """
     pipeline, blocks = (
         PipelineConfig(target.n_layers, draft.n_stages),
-        pdm.all_blocks(draft.anchors),
+        visibility.all_blocks(draft.anchors),
     )
     fill, config = draft.n_stages, pdm.layer_config(target, draft)
-    seen, far_from = pdm.seen_blocks(pipeline, draft.anchors, fill, "exact", blocks)
+    seen, far_from = visibility.seen_blocks(pipeline, draft.anchors, fill, "exact", blocks)
     segments = jnp.ones((1, n_tokens), jnp.int32)
 
     def by_depth(q, k, v, newest):
@@ -134,7 +135,7 @@ def attention_steps(
         return attend_by_depth(q, k, v, seen[chosen], far_from[chosen], segments)
 
     def dense(q, k, v, newest):
-        mask = pdm.structural_mask(pipeline, draft.anchors, n_tokens, fill, "exact", blocks)
+        mask = visibility.structural_mask(pipeline, draft.anchors, n_tokens, fill, "exact", blocks)
         mask = mask[None, -q.shape[1] :]
         return attend(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask)
 

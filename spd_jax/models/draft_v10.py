@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from spd_jax.config import TargetConfig, V10DraftConfig
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
+from spd_jax.models import visibility
 from spd_jax.ops.linear import linear
 
 
@@ -75,7 +76,7 @@ def forward(
 
     Both mask modes are one here: they differ for rows that query and are not the newest.
     """
-    pdm.check_mask_mode(mask_mode)
+    visibility.check_mask_mode(mask_mode)
     n_batch, n_tokens = valid_mask.shape
     *memory, newest = replicate_sequence(draft, params["projs"], hidden, fill)
     positions = jnp.tile(jnp.arange(n_tokens), (n_batch, draft.n_stages + 1))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from spd_jax.config import AnyDraftConfig, PipelineConfig, V10DraftConfig
-from spd_jax.models import distill, draft_v10
+from spd_jax.models import distill, draft_v10, visibility
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.aggregate import replicate_sequence
@@ -128,7 +128,7 @@ def test_structural_masks_are_exactly_the_references(case):
     pipeline = PipelineConfig(case.target.config.n_layers, case.draft.n_stages)
     n_tokens = case.valid_mask.shape[1]
     for fill in case.fills:
-        mask = pdm.structural_mask(pipeline, case.draft.anchors, n_tokens, fill, "reference")
+        mask = visibility.structural_mask(pipeline, case.draft.anchors, n_tokens, fill, "reference")
         np.testing.assert_array_equal(mask, case.want[f"structural_mask_fill{fill}"])
 
 
@@ -143,7 +143,9 @@ def test_teacher_states_are_the_references(case):
 @of_v11
 def test_fused_rows_are_the_references(case):
     features = jnp.stack([case.hidden[b] for b in case.draft.anchors], axis=2)
-    rows = replicate_sequence(case.params["projs"], features, pdm.all_blocks(case.draft.anchors))
+    rows = replicate_sequence(
+        case.params["projs"], features, visibility.all_blocks(case.draft.anchors)
+    )
     valid = np.tile(case.valid_mask, (1, len(case.draft.anchors)))
     np.testing.assert_allclose(rows[valid], case.want["spec_hidden"][valid], **NEAR)
 

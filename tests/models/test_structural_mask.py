@@ -7,7 +7,7 @@ import pytest
 
 from spd_jax.checks import ConfigError
 from spd_jax.config import PipelineConfig
-from spd_jax.models.draft import all_blocks, live_blocks, structural_mask
+from spd_jax.models.visibility import all_blocks, live_blocks, structural_mask
 
 SHAPES = [  # L, N, stage_layers, anchors
     (4, 2, None, (0, 2, 4)),
