@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from spd_jax.engines import (
     build_engine,
     check_belongs,
     check_not_traced,
-    is_traced,
     resolve_pipeline,
     whole_params,
 )
@@ -29,7 +28,8 @@ from spd_jax.models.cache import bucket_capacity
 from spd_jax.ops.sampling import argmax_lowest
 from spd_jax.pipeline.loop import OnTokens, Stopwatch, decode_batch
 from spd_jax.pipeline.programs import TOKEN_BUCKET
-from spd_jax.requests import Prompt, Request, check_ids, is_int, make_request
+from spd_jax.program import is_traced
+from spd_jax.requests import Prompt, Request, check_batch, check_ids, is_int, make_request
 from spd_jax.results import DecodeResult, make_stats
 
 GREEDY = SamplingConfig()
@@ -245,7 +245,7 @@ def pdm_loss(
     if not isinstance(loss, LossConfig):
         raise ConfigError(f"loss must be a LossConfig, got {loss!r}")
     check_belongs(target, draft)
-    _check_batch(target, batch)
+    check_batch(target, draft, batch)
     if not is_traced(temperature) and not 0 < temperature < np.inf:
         raise ConfigError(f"temperature must be a number above 0, got {temperature}")
     return distill.distillation_loss(
@@ -291,32 +291,6 @@ def draft_predictions(
     ids, params = _scored_ids(target, input_ids), whole_params(target)
     best = _predict(params, draft.params, ids, fills, target.config, config, mask_mode)
     return best if np.ndim(fill) else best[0]
-
-
-def _check_batch(target: Target, batch: dict[str, jax.Array]) -> None:
-    """Raises ConfigError where a training batch is not what `pdm_loss` says."""
-    names = ("input_ids", "attention_mask", "labels")
-    given = batch if isinstance(batch, Mapping) else {}
-    shapes = [getattr(given.get(name), "shape", "none") for name in names]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
-        got = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
-        raise ConfigError(
-            f"batch: expected arrays {', '.join(names)} of one shape [B, T], got {got}"
-        )
-    if shapes[0][1] > target.config.max_context:
-        raise ConfigError(
-            f"batch: expected at most {target.config.max_context} tokens in a row (the context of "
-            f"{target.name}), got {shapes[0][1]}; cut them"
-        )
-    if not is_traced(batch):
-        check_ids(target, np.ravel(batch["input_ids"]), "input_ids")
-        labels = np.ravel(batch["labels"])
-        check_ids(target, np.where(labels == distill.IGNORED, 0, labels), "labels")
-        if target.config.delta is not None and np.max(batch["attention_mask"], initial=0) > 1:
-            raise ConfigError(
-                "batch: attention_mask numbers several texts in a row, which delta-nets cannot "
-                "keep apart; give each text a row"
-            )
 
 
 def _scored_ids(target: Target, input_ids: Sequence[int] | jax.Array) -> jax.Array:

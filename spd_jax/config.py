@@ -6,7 +6,7 @@ Every other module receives these as static values; they are hashable and hold n
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 from spd_jax.checks import (
     as_int,
@@ -305,32 +305,30 @@ class SamplingConfig:
         )
 
 
-LOSS_NAMES = ("kl", "reverse_kl", "js", "tv", "ce", "hybrid")
+LossName = Literal["kl", "reverse_kl", "js", "tv", "ce", "hybrid"]
+Outside = Literal["renormalise", "miss"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
     """What a draft's distribution q is trained for, against the target's p."""
 
-    name: str = "kl"
+    name: LossName = "kl"
     """kl: KL(p || q), as published; reverse_kl: KL(q || p); js: Jensen-Shannon; tv: total
     variation, 1 minus the chance of acceptance; ce: cross-entropy on the target's choice; hybrid:
     kl and tv."""
-    outside: str = "renormalise"
+    outside: Outside = "renormalise"
     """renormalise: p is what the target gives among the draft ids alone, as published; miss: the
     target's mass on other ids is there too, and lost to the draft."""
     tv_weight: float = 0.5
     """Share of tv in hybrid."""
 
     def __post_init__(self) -> None:
-        require(
-            self.name in LOSS_NAMES,
-            f"loss must be one of {', '.join(LOSS_NAMES)}, got {self.name!r}",
-        )
-        require(
-            self.outside in ("renormalise", "miss"),
-            f"outside must be 'renormalise' or 'miss', got {self.outside!r}",
-        )
+        for name, value, known in (
+            ("loss", self.name, get_args(LossName)),
+            ("outside", self.outside, get_args(Outside)),
+        ):
+            require(value in known, f"{name} must be one of {', '.join(known)}, got {value!r}")
         require(
             is_number(self.tv_weight) and 0 <= self.tv_weight <= 1,
             f"tv_weight must be from 0 to 1, got {self.tv_weight!r}",

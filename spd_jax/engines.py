@@ -21,6 +21,7 @@ from spd_jax.pipeline.mesh import resolve_mesh
 from spd_jax.pipeline.placing import Layout
 from spd_jax.pipeline.programs import Engine
 from spd_jax.pipeline.spec import EngineSpec
+from spd_jax.program import is_traced
 
 log = logging.getLogger("spd_jax")
 
@@ -162,11 +163,6 @@ def _sharded_params(target: Target, layout: Layout) -> dict:
 
 def _counts(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
-
-
-def is_traced(tree: object) -> bool:
-    """True inside `jax.jit` or `jax.grad`."""
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def check_not_traced(tree: object, name: str) -> None:

@@ -61,3 +61,8 @@ class Program:
 
     def __call__(self, *args, **static) -> Any:
         return self.compile(*args, **static)(*args)
+
+
+def is_traced(tree: object) -> bool:
+    """True inside `jax.jit` or `jax.grad`."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))

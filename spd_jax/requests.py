@@ -1,18 +1,21 @@
-"""From what a caller passes to padded arrays: prompts, seeds, stop ids, limits."""
+"""What a caller passes, checked: prompts, seeds, stop ids and limits, padded; training batches."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.checks import ConfigError
-from spd_jax.models.bundle import Target
+from spd_jax.checks import ConfigError, require
+from spd_jax.config import V10DraftConfig
+from spd_jax.models.bundle import Draft, Target
+from spd_jax.models.distill import IGNORED
 from spd_jax.models.reference import padded_prompt_len
+from spd_jax.program import is_traced
 
 Prompt = str | Sequence[int]
 
@@ -138,3 +141,46 @@ def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
     if not all(-(2**63) <= s < 2**63 for s in seeds):
         raise ConfigError(f"seed: expected 64-bit integers, got {seed!r}")
     return jnp.stack([jax.random.key(int(s)) for s in seeds])
+
+
+def check_batch(target: Target, draft: Draft, batch: dict[str, jax.Array]) -> None:
+    """Raises ConfigError where a training batch is not what `pdm_loss` says."""
+    names = ("input_ids", "attention_mask", "labels")
+    given = batch if isinstance(batch, Mapping) else {}
+    shapes = [getattr(given.get(name), "shape", "none") for name in names]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 2:
+        got = ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
+        raise ConfigError(
+            f"batch: expected arrays {', '.join(names)} of one shape [B, T], got {got}"
+        )
+    if shapes[0][1] > target.config.max_context:
+        raise ConfigError(
+            f"batch: expected at most {target.config.max_context} tokens in a row (the context of "
+            f"{target.name}), got {shapes[0][1]}; cut them"
+        )
+    if not is_traced(batch):
+        check_ids(target, np.ravel(batch["input_ids"]), "input_ids")
+        labels = np.ravel(batch["labels"])
+        check_ids(target, np.where(labels == IGNORED, 0, labels), "labels")
+        _check_texts(target, draft, np.asarray(batch["attention_mask"]))
+
+
+def _check_texts(target: Target, draft: Draft, segments: np.ndarray) -> None:
+    """Raises ConfigError where rows [B, T] hold texts that target or draft cannot keep apart."""
+    if np.max(segments, initial=0) > 1:
+        readers = {
+            f"the delta-nets of {target.name}": target.config.delta is not None,
+            "a draft of version 10": isinstance(draft.config, V10DraftConfig),
+        }
+        for reader, is_there in readers.items():
+            require(
+                not is_there,
+                f"batch: attention_mask numbers several texts in a row, and {reader} cannot keep "
+                "them apart; give each text a row",
+            )
+    before_tokens = (segments[:, 1:] > 0) & (segments[:, :-1] <= 0)
+    require(
+        target.config.delta is None or not before_tokens.any(),
+        "batch: attention_mask has padding before tokens, which the delta-nets of "
+        f"{target.name} would read; pad rows on the right",
+    )

@@ -22,7 +22,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +36,7 @@ from spd_jax.weights import load_target_files
 from spd_jax.weights.files import replace_file
 from train.config import TrainConfig
 from train.optimizer import learning_rate, make_optimizer
-from train.step import make_loss
+from train.step import Sums, init_state, make_loss, make_train_step
 from train.teacher import run_target
 
 MIB = 1 << 20
@@ -165,26 +164,27 @@ def attention_steps(
 def whole_step(
     config: BenchConfig, target: TargetConfig, draft: DraftConfig, target_params: Any
 ) -> tuple[Callable[..., Any], Any]:
-    """Returns (state, target_params, ids) -> state, and the first state.
+    """Returns (state, target_params, ids) -> state, and the first state, as the trainer has them.
 
-    The target's pass, the draft's at fill N, its gradient and an AdamW update.
+    The target's pass, the draft's at fill N, its gradient and an AdamW update of float32 weights.
     """
     settings = TrainConfig()
-    optimizer = make_optimizer(settings, learning_rate(settings, 1000))
+    schedule = learning_rate(settings, 1000)
+    optimizer = make_optimizer(settings, schedule)
     init = jax.jit(functools.partial(pdm.init_params, target, draft))
     params = init(target_params, jax.random.key(0))
-    loss = make_loss(target, draft, remat=config.remat)
+    loss = jax.grad(make_loss(target, draft, remat=config.remat), has_aux=True)
+    trainer = make_train_step(target, draft, optimizer, schedule, remat=config.remat)
 
     def step(state, target_params, ids):
-        params, opt_state = state
         valid = jnp.ones_like(ids)
         states, best = run_target(target, draft, target_params, ids, valid, ids)
         batch = {"attention_mask": valid, "labels": ids, "states": states, "best": best}
-        grads = jax.grad(loss, has_aux=True)(params, target_params, batch, fill=draft.n_stages)[0]
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        grads, counts = loss(state.params, target_params, batch, fill=draft.n_stages)
+        one = jnp.ones((), jnp.int32)
+        return trainer.update(state, Sums(grads, counts, draft.n_stages * one, one))[0]
 
-    return step, (params, optimizer.init(params))
+    return step, init_state(params, optimizer, jax.random.key(1))
 
 
 def bench_attention(config: BenchConfig, target: TargetConfig, draft: DraftConfig) -> list[dict]:

@@ -100,3 +100,34 @@ def test_the_targets_layers_and_heads_get_no_gradient(config, make_target, batch
     assert ("lm_head" in of_draft) == (head == "own")
     frozen = {k: v for k, v in of_target.items() if k != "final_norm"}
     assert all((leaf == 0).all() for leaf in jax.tree.leaves(frozen))
+
+
+def test_padding_before_tokens_changes_nothing(target, batch):
+    """Of a target without delta-nets; those are refused, and so are packed texts there."""
+    params = init(target, DRAFT)
+    moved = {name: np.roll(x, 3, axis=1) for name, x in batch.items()}
+    n = min(LENGTHS)
+    assert n < 21
+    rows = {name: x[LENGTHS.index(n) : LENGTHS.index(n) + 1] for name, x in batch.items()}
+    moved = {name: x[LENGTHS.index(n) : LENGTHS.index(n) + 1] for name, x in moved.items()}
+    want = loss(target, DRAFT, target.params, params, rows)
+    got = loss(target, DRAFT, target.params, params, moved)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    assert got[1]["n_valid"] == want[1]["n_valid"]
+
+
+def test_packed_texts_score_as_each_in_its_row(target, batch):
+    params = init(target, DRAFT)
+    sums = np.zeros(2)
+    for b, n in enumerate(LENGTHS):
+        row = {name: x[b : b + 1, :n] for name, x in batch.items()}
+        value, metrics = loss(target, DRAFT, target.params, params, row)
+        sums += np.asarray([value * metrics["n_valid"], metrics["n_valid"]])
+    packed = {
+        name: np.concatenate([batch[name][b, :n] * (b + 1 if name == "attention_mask" else 1)
+                              for b, n in enumerate(LENGTHS)])[None]
+        for name in batch
+    }  # fmt: skip
+    value, metrics = loss(target, DRAFT, target.params, params, packed)
+    assert metrics["n_valid"] == sums[1]
+    np.testing.assert_allclose(value, sums[0] / sums[1], rtol=1e-5)
