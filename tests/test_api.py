@@ -200,3 +200,30 @@ def test_a_v10_head_of_a_deeper_target_is_refused(golden, v10_pair, tmp_path):
 def test_no_head_is_shipped_for_an_unknown_target(pair):
     with pytest.raises(ConfigError, match="no draft head is shipped for random target"):
         spd_jax.load_draft(None, pair[0])
+
+
+def test_rows_whose_texts_cannot_be_kept_apart_are_refused(golden, pair, v10_pair):
+    hybrid = spd_jax.load_target(golden / "qwen3_5" / "target")
+    gated = hybrid, spd_jax.load_draft(golden / "qwen3_5" / "n2", hybrid)
+    ids = np.arange(12).reshape(2, 6)
+    packed, padded_left, padded_right = (
+        {"input_ids": ids, "labels": ids, "attention_mask": np.array([row, [1] * 6])}
+        for row in ([1, 1, 1, 2, 2, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0])
+    )
+    for refused in (gated, v10_pair):
+        with pytest.raises(ConfigError, match="several texts in a row, and .* give each text a"):
+            spd_jax.pdm_loss(*refused, packed, fill=1)
+    with pytest.raises(ConfigError, match="padding before tokens, .* pad rows on the right"):
+        spd_jax.pdm_loss(*gated, padded_left, fill=1)
+    n_valid = [
+        spd_jax.pdm_loss(*one, batch, fill=1)[1]["n_valid"]
+        for one, batch in [(pair, packed), (pair, padded_left), (gated, padded_right)]
+    ]
+    assert min(n_valid) > 0
+
+
+@pytest.mark.parametrize("loss", [None, "kl"])
+def test_a_loss_is_a_loss_config(pair, loss):
+    batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), np.ones((1, 4), int))
+    with pytest.raises(ConfigError, match="loss must be a LossConfig"):
+        spd_jax.pdm_loss(*pair, batch, fill=1, loss=loss)

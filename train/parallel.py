@@ -35,7 +35,7 @@ class Devices:
 
     @property
     def n(self) -> int:
-        """How many there are, of all processes."""
+        """How many there are."""
         return self.mesh.size
 
     def describe(self) -> str:
@@ -47,10 +47,7 @@ class Devices:
         return f"trains on {self.n} devices ({kind}), each with {share}"
 
     def put_rows(self, arrays: Any) -> Any:
-        """Places arrays [B, ...] by rows over the devices; rows of zeros make B even.
-
-        Every process gives all rows and keeps those of its devices.
-        """
+        """Places arrays [B, ...] by rows over the devices; rows of zeros make B even."""
 
         def put(x: np.ndarray) -> jax.Array:
             x = np.pad(x, ((0, -len(x) % self.n), *[(0, 0)] * (x.ndim - 1)))
@@ -107,8 +104,10 @@ def find_devices(n_devices: int | None, cut_target: bool | None, params: Any) ->
     wanted = n_devices or (1 if there[0].platform == "cpu" else len(there))
     if wanted > len(there):
         raise ConfigError(f"devices must be at most {len(there)}, as there are, got {wanted}")
-    if jax.process_count() > 1 and wanted != len(there):
-        raise ConfigError(f"devices must be all {len(there)} of all processes, got {wanted}")
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"one process trains on all its devices; {jax.process_count()} are not supported yet"
+        )
     if cut_target is None:
         memory = (there[0].memory_stats() or {}).get("bytes_limit")
         needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))

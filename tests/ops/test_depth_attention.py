@@ -131,3 +131,26 @@ def test_positions_begin_anew_in_each_segment_and_count_holes():
     )
     want = [[0, 1, 2, 3, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 0, 1, 2, 0, 1, 2]]
     np.testing.assert_array_equal(segment_positions(segments), want)
+
+
+def test_bfloat16_is_near_the_float32_oracle():
+    """Products of bfloat16 rows, sums in float32: errors of one rounding of operands and output."""
+    qkv, segments = rows(4, 29), jnp.ones((2, 29), int)
+    halves = [x.astype(jnp.bfloat16) for x in qkv]
+
+    def total(attend, qkv):
+        return jnp.sum(jnp.sin(attend(*qkv).astype(jnp.float32)))
+
+    ours = functools.partial(attend_by_depth, seen=SEEN, far_from=FAR_FROM, segments=segments)
+    dense = functools.partial(
+        attend_densely, segments=segments, mask=dense_mask(SEEN, FAR_FROM, 29)
+    )
+    assert ours(*halves).dtype == jnp.bfloat16
+    exact = [x.astype(jnp.float32) for x in halves]
+    np.testing.assert_allclose(ours(*halves).astype(jnp.float32), dense(*exact), atol=0.03)
+    got, want = (
+        jax.grad(functools.partial(total, f))(x) for f, x in ((ours, halves), (dense, exact))
+    )
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0.01, atol=0.05)

@@ -107,3 +107,22 @@ def test_logits_of_all_positions_are_never_held():
         patch.setattr(vocabulary, "CHUNK_LOGITS", 100 * width)
         memory = jax.jit(jax.grad(loss, (0, 1))).lower(x, head).compile().memory_analysis()
     assert chunk == n and memory.temp_size_in_bytes < 4 * n * width
+
+
+def test_bfloat16_states_and_heads_are_near_the_float32_oracle(arrays):
+    """Logits are float32 sums of bfloat16 products; only the gradients are rounded."""
+    halves = {k: v.astype(jnp.bfloat16) for k, v in arrays.items() if k in ("x", "head")}
+    x, head, *rest = (arrays | halves).values()
+    rest[0], rest[1] = rest[0].astype(jnp.bfloat16), rest[1][IDS].astype(jnp.bfloat16)
+    rest.insert(2, None)
+    exact = [y.astype(jnp.float32) for y in (x, head, *rest[:2])]
+    ours = functools.partial(vocabulary_loss, LossConfig(), True)
+    plain = functools.partial(whole, LossConfig())
+    got, grads = jax.value_and_grad(lambda x, h: ours(x, h, *rest)[0], (0, 1))(x, head)
+    want, want_grads = jax.value_and_grad(
+        lambda x, h: plain(x, h, *exact[2:], *rest[2:])[0], (0, 1)
+    )(*exact[:2])
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    for a, b in zip(grads, want_grads, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_allclose(a.astype(jnp.float32), b, rtol=0.02, atol=0.02)
