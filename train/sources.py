@@ -59,8 +59,8 @@ def find_files(names: str | Path | Iterable[str | Path]) -> list[Path]:
     for name in names:
         path = Path(name)
         if path.is_dir():
-            inside = (p for p in path.rglob("*") if not any(_hidden(q) for q in p.parts))
-            files = sorted(p for p in inside if p.suffix in SUFFIXES and p.is_file())
+            inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+            files = [p for p in inside if not any(map(_hidden, p.relative_to(path).parts))]
             wanted = f"{' or '.join(SUFFIXES)} files in it"
         elif path.exists() or not glob.has_magic(str(name)):
             files, wanted = [path], ""
@@ -76,7 +76,7 @@ def find_files(names: str | Path | Iterable[str | Path]) -> list[Path]:
 
 
 def _hidden(part: str) -> bool:
-    return part.startswith(".") and part not in (".", "..")
+    return part.startswith(".")
 
 
 def row_unit(path: Path) -> str:
