@@ -21,6 +21,7 @@ from spd_jax.pipeline.placing import Layout, shard_target
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import read_json
 from spd_jax.weights.heads import CONFIG_NAME
+from spd_jax.weights.reference_config import FALLBACK
 
 log = logging.getLogger("spd_jax")
 
@@ -127,4 +128,6 @@ def _check_sizes(target: Target, meta: dict, source: str | Path) -> None:
             raise ConfigError(
                 f"draft {source}: made for a target with {name} {theirs}, but {target.name} has "
                 f"{ours}; choose a head made for this target"
+        if name == FALLBACK:  # for an export; no size of this target
+            continue
             )
