@@ -41,7 +41,8 @@ class PrepareConfig:
     out: Path
     """JSONL file, appended to; a run that was stopped goes on from its last whole round."""
     rows: int = 2000
-    """Conversations in the file when done, rounded up to whole rounds."""
+    """Conversations in the file when done, rounded up to whole rounds, one of each temperature at
+    least."""
     target: str = "smollm2-135m"
     """Whose text it is: as in infer.decode."""
     prompts: tuple[str, ...] | None = None
@@ -53,7 +54,8 @@ class PrepareConfig:
     thinking: bool = False
     """Whether the target is served thinking (`enable_thinking` of its chat template)."""
     batch_size: int = 48
-    """Conversations generated at once: one round."""
+    """Conversations generated at once, one round, where `rows` has as many for each temperature;
+    else fewer, and then the file cannot be made longer."""
     temperatures: tuple[float, ...] = (0.0, 0.7)
     """Of the answers, one a round in turn."""
     prompt_temperature: float = 1.0
@@ -79,13 +81,23 @@ class PrepareConfig:
         if not self.temperatures or not all(0 <= t < math.inf for t in drawn_at):
             raise ConfigError("temperatures must be one or more numbers that are not negative")
 
+    @property
+    def round_size(self) -> int:
+        """Conversations of one round: no more than leave a round for each temperature."""
+        return min(self.batch_size, math.ceil(self.rows / len(self.temperatures)))
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds of the whole file."""
+        return max(math.ceil(self.rows / self.round_size), len(self.temperatures))
+
 
 def next_chats(
     target: Target, config: PrepareConfig, prompts: Sequence[OpenChat] | None, round_idx: int
 ) -> list[OpenChat]:
     """Returns the conversations of a round: those of the files in order and around again, or new
     ones."""
-    size = config.batch_size
+    size = config.round_size
     if prompts is not None:
         first = round_idx * size
         return [prompts[i % len(prompts)] for i in range(first, first + size)]
@@ -172,7 +184,8 @@ def resume(config: PrepareConfig, settings: str) -> int:
 
 def settings_digest(config: PrepareConfig, target_sha256: str) -> str:
     """Names everything that the rows depend on."""
-    fields = dataclasses.asdict(config) | {"target": target_sha256}
+    fields = dataclasses.asdict(config)
+    fields |= {"target": target_sha256, "batch_size": config.round_size}
     del fields["out"], fields["rows"]
     if config.prompts is not None:
         fields["prompts"] = [file_sha256(path) for path in find_files(config.prompts)]
@@ -218,9 +231,8 @@ def write_rounds(target: Target, config: PrepareConfig, prompts: list[OpenChat] 
     """Generates rounds until the file holds enough rows."""
     settings = settings_digest(config, target.sha256)
     first, n_left_out = resume(config, settings), 0
-    n_rounds = -(-config.rows // config.batch_size)
-    with RoundProgress(n_rounds, first) as progress:
-        for round_idx in range(first, n_rounds):
+    with RoundProgress(config.n_rounds, first) as progress:
+        for round_idx in range(first, config.n_rounds):
             chats = next_chats(target, config, prompts, round_idx)
             rows, n = write_round(target, config, chats, round_idx)
             append(config.out, rows, {"round": round_idx, "settings": settings})
