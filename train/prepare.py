@@ -51,8 +51,8 @@ class PrepareConfig:
     regenerate: Literal["all", "last"] = "all"
     """all: the target gives every answer of a chat, in order; last: only the last one, after those
     of the file."""
-    thinking: bool = False
-    """Whether the target is served thinking (`enable_thinking` of its chat template)."""
+    thinking: bool | None = None
+    """As in infer.decode."""
     batch_size: int = 48
     """Conversations generated at once, one round, where `rows` has as many for each temperature;
     else fewer, and then the file cannot be made longer."""
@@ -107,7 +107,6 @@ def next_chats(
         [_seed(config, round_idx, b) for b in range(size)],
         max_new_tokens=config.prompt_tokens,
         temperature=config.prompt_temperature,
-        thinking=config.thinking,
     )
 
 
@@ -121,7 +120,6 @@ def write_round(
         lambda b, turn: _seed(config, round_idx, b, *([turn] if turn else [])) ^ 1,
         max_new_tokens=config.answer_tokens,
         temperature=config.temperatures[round_idx % len(config.temperatures)],
-        thinking=config.thinking,
     )
 
 
@@ -208,7 +206,6 @@ def read_open_chats(target: Target, config: PrepareConfig) -> list[OpenChat]:
         [(prompt.name, prompt.parts[0]) for prompt in prompts],
         config.answer_tokens,
         limit="answer_tokens",
-        thinking=config.thinking,
     )
     return [open_chat(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
 
@@ -218,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_flags(PrepareConfig, "python -m train.prepare", argv)
     if config.out.is_dir():
         raise ConfigError(f"--out must name a file, got the folder {config.out}")
-    target = spd_jax.load_target(config.target, config.dtype)
+    target = spd_jax.load_target(config.target, config.dtype, thinking=config.thinking)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
     prompts = None if config.prompts is None else read_open_chats(target, config)

@@ -37,8 +37,8 @@ class VocabularyFlags:
     """JSON file to write; draft_vocab of train.pdm takes it."""
     target: str = "smollm2-135m"
     """As in infer.decode."""
-    thinking: bool = False
-    """As in train.pdm."""
+    thinking: bool | None = None
+    """As in infer.decode."""
 
 
 def count_ids(rows: Sequence[Row], vocab_size: int) -> np.ndarray:

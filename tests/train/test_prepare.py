@@ -196,9 +196,9 @@ def test_a_prompt_is_encoded_once(tmp_path, monkeypatch):
     seen = []
     original = ChatTokenizer.encode_chat
 
-    def encode_chat(self, messages, thinking=None):
+    def encode_chat(self, messages):
         seen.append(messages)
-        return original(self, messages, thinking)
+        return original(self, messages)
 
     monkeypatch.setattr(ChatTokenizer, "encode_chat", encode_chat)
     prepare.main(["--out", str(out), "--rows", "4", "--prompts", str(prompts), *FLAGS])
