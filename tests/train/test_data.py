@@ -167,6 +167,9 @@ def test_folders_and_patterns_name_their_files_once_and_in_order(tmp_path):
     for nowhere in (tmp_path / "sub" / "*.parquet", [], tmp_path / ".hidden" / "e*"):
         with pytest.raises(ConfigError, match="expected"):
             find_files(nowhere)
+    with pytest.raises(ConfigError, match="cannot look for data there") as error:
+        find_files('{"text": "a row, no name"}' * 200)
+    assert len(str(error.value)) < 200
 
 
 def test_the_digest_is_of_ids_and_masks(tmp_path):
