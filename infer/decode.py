@@ -46,6 +46,9 @@ class DecodeFlags:
     dedicated where there are enough devices."""
     cpu_devices: int | None = None
     """Split the CPU into this many virtual devices, to try the sharded mode on any machine."""
+    thinking: bool | None = None
+    """Whether the target is to think first: what its chat template gets as enable_thinking. None:
+    nothing, so that the template's own default holds."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype that the target and the draft run in."""
     seed: int = 0

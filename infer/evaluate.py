@@ -63,6 +63,8 @@ class EvaluateFlags:
     """As in infer.decode."""
     cpu_devices: int | None = None
     """Split the CPU into this many virtual devices."""
+    thinking: bool | None = None
+    """As in infer.decode."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype that the target and the draft run in; bfloat16 match is for float32 only."""
     limit: int | None = None

@@ -63,8 +63,9 @@ def load_subject(flags: Any) -> Subject:
     """Loads what the flags name and says in one line what will run where.
 
     Args:
-      flags: has target, draft, dtype, n_stages, stage_layers, mesh, placement and seed. The tiny
-        target has no trained head: without a draft it gets a random one, and a line says so.
+      flags: has target, thinking, draft, dtype, n_stages, stage_layers, mesh, placement and seed.
+        The tiny target has no trained head: without a draft it gets a random one, and a line says
+        so.
 
     Raises:
       ConfigError: a file or a setting is wrong.
@@ -73,7 +74,7 @@ def load_subject(flags: Any) -> Subject:
     if not -(2**63) <= flags.seed < 2**63:
         raise ConfigError(f"--seed must be a 64-bit integer, got {flags.seed}")
     say(f"loading {flags.target} ...")
-    target = spd_jax.load_target(flags.target, dtype=flags.dtype)
+    target = spd_jax.load_target(flags.target, dtype=flags.dtype, thinking=flags.thinking)
     n_stages = flags.n_stages
     if n_stages is None and stage_layers is not None:
         n_stages = len(stage_layers)

@@ -21,6 +21,7 @@ from spd_jax.pipeline.placing import Layout, shard_target
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import read_json
 from spd_jax.weights.heads import CONFIG_NAME
+from spd_jax.weights.reference_config import FALLBACK
 
 log = logging.getLogger("spd_jax")
 
@@ -33,6 +34,7 @@ def load_target(
     stage_layers: tuple[int, ...] | None = None,
     mesh: Mesh | str | None = None,
     placement: str = "auto",
+    thinking: bool | None = None,
 ) -> Target:
     """Loads a target model.
 
@@ -44,12 +46,16 @@ def load_target(
         defaults to the mesh's size less one.
       mesh: None or "virtual" keeps one array per layer; a Mesh of n_stages + 1 devices shards
         the parameters over it from the start, and so does placement="dedicated".
+      thinking: what the chat template gets as `enable_thinking` wherever text becomes a prompt;
+        None: nothing, so that the template's own default holds.
 
     Raises:
       ConfigError: nothing usable there, or the mesh does not fit; one line.
     """
     loaded = load_target_files(source, dtype)
-    layout = None
+    layout, tokenizer = None, loaded.tokenizer
+    if tokenizer is not None:
+        tokenizer = tokenizer.with_thinking(thinking)
     if stage_layers is not None:
         stage_layers = as_ints("stage_layers", stage_layers)
         n_stages = len(stage_layers) if n_stages is None else n_stages
@@ -65,7 +71,7 @@ def load_target(
         resolve_mesh(mesh, placement, 2 if n_stages is None else n_stages)  # for its errors
         params = loaded.place()
     return Target(
-        params, loaded.config, loaded.tokenizer, loaded.stop_ids, loaded.sha256, str(source), layout
+        params, loaded.config, tokenizer, loaded.stop_ids, loaded.sha256, str(source), layout
     )
 
 
@@ -122,6 +128,8 @@ def _shipped_head(target: Target) -> Path:
 def _check_sizes(target: Target, meta: dict, source: str | Path) -> None:
     """Raises ConfigError where the sizes that a head records of its target are others."""
     for name, theirs in meta.items():
+        if name == FALLBACK:  # for an export; no size of this target
+            continue
         ours = getattr(target.config, name, None)
         if theirs != ours:
             raise ConfigError(

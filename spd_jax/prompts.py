@@ -93,7 +93,6 @@ def checked_prompt_ids(
     max_new_tokens: int,
     *,
     limit: str = "max_new_tokens",
-    thinking: bool | None = None,
 ) -> list[list[int]]:
     """Returns the ids of prompts of files, all of them checked before the first is decoded.
 
@@ -101,7 +100,6 @@ def checked_prompt_ids(
       source: what the target was loaded from, for messages.
       named: the name of each prompt, "file:line", and its text or chat.
       max_new_tokens: that are asked for; limit: the name of the setting that says so.
-      thinking: as in `ChatTokenizer.render_chat`.
     Raises:
       ConfigError: the target has no tokenizer, its template refuses a prompt, or one does not fit
         the context; the prompt is named.
@@ -110,7 +108,7 @@ def checked_prompt_ids(
     prompts = []
     for name, prompt in named:
         try:
-            ids = target.tokenizer.encode_chat(prompt, thinking=thinking)
+            ids = target.tokenizer.encode_chat(prompt)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
         check_context(target, len(ids), max_new_tokens, f"{name}: prompt", limit)

@@ -2,7 +2,7 @@
 
 Of a chat, the scored ids of an answer are those that the target would have generated: what follows
 the chat template's generation prompt, up to the first end-of-turn marker. The ids before it are
-those of `encode_chat`, so that training sees what decoding sees.
+those of `encode_chat`, so that training sees what decoding with the same `thinking` sees.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ChatReader:
 
     tokenizer: ChatTokenizer | None  # None: rows of token ids only
     stop_ids: tuple[int, ...] = ()
-    thinking: bool = False  # as the target is served; the template's `enable_thinking`
+    thinking: bool | None = None  # as in `spd_jax.load_target`; None: as the tokenizer has it
 
     def tokens(self, fields: dict[str, Any]) -> tuple[list[Tokens], int]:
         """Returns the token rows of a record, and how many of its answers they do not score.
@@ -84,10 +84,10 @@ class ChatReader:
     def _answer(self, before: Turns, turn: dict[str, str]) -> _Answer:
         if not before:
             raise UnusableError("an answer without a prompt")
-        tokenizer, thinking = self.tokenizer, self.thinking
+        tokenizer = self._served
         try:
-            prompt = tokenizer.render_chat(before, opens_turn=True, thinking=thinking)
-            through = tokenizer.render_chat([*before, turn], opens_turn=False, thinking=thinking)
+            prompt = tokenizer.render_chat(before, opens_turn=True)
+            through = tokenizer.render_chat([*before, turn], opens_turn=False)
         except ConfigError as error:
             raise UnusableError(f"{error}"[:120]) from None
         start = len(prompt)
@@ -113,9 +113,9 @@ class ChatReader:
         afterwards. Thoughts that are merely opened are none of these: they are for the target to
         write, so the prompt must be one that thinking would change.
         """
-        render = functools.partial(self.tokenizer.render_chat, before)
-        if not self.thinking and prompt != render(opens_turn=True, thinking=True):
-            n_before = len(render(opens_turn=False, thinking=False))
+        thoughtful = self._served.with_thinking(True)
+        if prompt != thoughtful.render_chat(before, opens_turn=True):
+            n_before = len(self._served.render_chat(before, opens_turn=False))
             n_same = len(os.path.commonprefix([prompt, through]))
             # The content may begin as the rest of the prompt does: then it begins before n_same.
             for content in (turn["content"], turn["content"].strip()):
@@ -124,7 +124,13 @@ class ChatReader:
                         tags = re.findall(r"<[^<>]+>", prompt[start:])  # the last ends the thought
                         if tags and tags[-1] not in content:
                             return start
-        raise UnusableError("an answer that does not continue the generation prompt")
+        thoughtless = self._served.with_thinking(False).render_chat(before, opens_turn=True)
+        hint = "" if prompt == thoughtless else " (thinking False changes it)"
+        raise UnusableError(f"an answer that does not continue the generation prompt{hint}")
+
+    @functools.cached_property
+    def _served(self) -> ChatTokenizer:
+        return self.tokenizer.with_thinking(self.thinking)
 
     @functools.cached_property
     def _ends(self) -> tuple[str, ...]:

@@ -33,8 +33,8 @@ class TrainConfig:
     """JSONL or parquet files, folders of them or glob patterns, of chats, text or token ids."""
     heldout_data: tuple[str, ...] | None = None
     """The same to evaluate on. None: no evaluation."""
-    thinking: bool = False
-    """Whether the target is served thinking (`enable_thinking` of its chat template)."""
+    thinking: bool | None = None
+    """As in infer.decode: training sees the prompts that decoding with the same setting sees."""
     overflow: Literal["cut", "discard"] = "cut"
     """What becomes of rows longer than sequence_len."""
     packing: bool = False

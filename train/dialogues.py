@@ -108,13 +108,12 @@ def self_written(
     *,
     max_new_tokens: int,
     temperature: float,
-    thinking: bool,
 ) -> list[OpenChat]:
     """Lets the target write user turns that go on from short stems, one per seed."""
     tokenizer = target.tokenizer
     stems = [json.loads(line) for line in STEMS.read_text(encoding="utf-8").splitlines()]
     chosen = [stems[i] for i in rng.integers(len(stems), size=len(seeds))]
-    before, after = _around(tokenizer, thinking)
+    before, after = _around(tokenizer)
     starts = [before + tokenizer.encode(stem) for stem in chosen]
     written = spd_jax.generate(
         target,
@@ -133,10 +132,10 @@ def self_written(
     return chats
 
 
-def _around(tokenizer: Any, thinking: bool) -> tuple[list[int], list[int]]:
+def _around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Token ids of the chat template before and after a user turn."""
     marker = "\N{WHITE SQUARE}"
-    whole, inner = tokenizer.encode_chat(marker, thinking), tokenizer.encode(marker)
+    whole, inner = tokenizer.encode_chat(marker), tokenizer.encode(marker)
     for start in range(len(whole) - len(inner) + 1):
         if whole[start : start + len(inner)] == inner:
             return whole[:start], whole[start + len(inner) :]
@@ -150,7 +149,6 @@ def answer_chats(
     *,
     max_new_tokens: int,
     temperature: float,
-    thinking: bool,
 ) -> tuple[list[dict[str, Any]], int]:
     """Lets the target answer every part of some conversations, all at once, turn by turn.
 
@@ -173,7 +171,7 @@ def answer_chats(
         following: dict[int, OpenChat] = {}
         for (b, chat), answer in zip(waiting.items(), answers, strict=True):
             closed = _closed(chat, answer)
-            after = _next_chat(target, closed, max_new_tokens, thinking) if closed.later else None
+            after = _next_chat(target, closed, max_new_tokens) if closed.later else None
             n_left_out += len(closed.later) if after is None else 0
             if after is None or not any(after.loss_mask):
                 rows[b].append(_row(closed, temperature))
@@ -217,9 +215,7 @@ def _closed(chat: OpenChat, answer: Any) -> OpenChat:
     )
 
 
-def _next_chat(
-    target: Target, closed: OpenChat, max_new_tokens: int, thinking: bool
-) -> OpenChat | None:
+def _next_chat(target: Target, closed: OpenChat, max_new_tokens: int) -> OpenChat | None:
     """The conversation with what is said next; its mask is all 0 where its ids begin anew.
 
     None: the chat template refuses it, or it leaves no room for an answer.
@@ -227,7 +223,7 @@ def _next_chat(
     new, *later = closed.later
     turns = [*closed.turns, *new]
     try:
-        ids = target.tokenizer.encode_chat(turns, thinking)
+        ids = target.tokenizer.encode_chat(turns)
     except ConfigError:
         return None
     if len(ids) + max_new_tokens > target.config.max_context:

@@ -41,7 +41,8 @@ class PrepareConfig:
     out: Path
     """JSONL file, appended to; a run that was stopped goes on from its last whole round."""
     rows: int = 2000
-    """Conversations in the file when done, rounded up to whole rounds."""
+    """Conversations in the file when done, rounded up to whole rounds, one of each temperature at
+    least."""
     target: str = "smollm2-135m"
     """Whose text it is: as in infer.decode."""
     prompts: tuple[str, ...] | None = None
@@ -50,10 +51,11 @@ class PrepareConfig:
     regenerate: Literal["all", "last"] = "all"
     """all: the target gives every answer of a chat, in order; last: only the last one, after those
     of the file."""
-    thinking: bool = False
-    """Whether the target is served thinking (`enable_thinking` of its chat template)."""
+    thinking: bool | None = None
+    """As in infer.decode."""
     batch_size: int = 48
-    """Conversations generated at once: one round."""
+    """Conversations generated at once, one round, where `rows` has as many for each temperature;
+    else fewer, and then the file cannot be made longer."""
     temperatures: tuple[float, ...] = (0.0, 0.7)
     """Of the answers, one a round in turn."""
     prompt_temperature: float = 1.0
@@ -79,13 +81,23 @@ class PrepareConfig:
         if not self.temperatures or not all(0 <= t < math.inf for t in drawn_at):
             raise ConfigError("temperatures must be one or more numbers that are not negative")
 
+    @property
+    def round_size(self) -> int:
+        """Conversations of one round: no more than leave a round for each temperature."""
+        return min(self.batch_size, math.ceil(self.rows / len(self.temperatures)))
+
+    @property
+    def n_rounds(self) -> int:
+        """Rounds of the whole file."""
+        return max(math.ceil(self.rows / self.round_size), len(self.temperatures))
+
 
 def next_chats(
     target: Target, config: PrepareConfig, prompts: Sequence[OpenChat] | None, round_idx: int
 ) -> list[OpenChat]:
     """Returns the conversations of a round: those of the files in order and around again, or new
     ones."""
-    size = config.batch_size
+    size = config.round_size
     if prompts is not None:
         first = round_idx * size
         return [prompts[i % len(prompts)] for i in range(first, first + size)]
@@ -95,7 +107,6 @@ def next_chats(
         [_seed(config, round_idx, b) for b in range(size)],
         max_new_tokens=config.prompt_tokens,
         temperature=config.prompt_temperature,
-        thinking=config.thinking,
     )
 
 
@@ -109,7 +120,6 @@ def write_round(
         lambda b, turn: _seed(config, round_idx, b, *([turn] if turn else [])) ^ 1,
         max_new_tokens=config.answer_tokens,
         temperature=config.temperatures[round_idx % len(config.temperatures)],
-        thinking=config.thinking,
     )
 
 
@@ -172,7 +182,8 @@ def resume(config: PrepareConfig, settings: str) -> int:
 
 def settings_digest(config: PrepareConfig, target_sha256: str) -> str:
     """Names everything that the rows depend on."""
-    fields = dataclasses.asdict(config) | {"target": target_sha256}
+    fields = dataclasses.asdict(config)
+    fields |= {"target": target_sha256, "batch_size": config.round_size}
     del fields["out"], fields["rows"]
     if config.prompts is not None:
         fields["prompts"] = [file_sha256(path) for path in find_files(config.prompts)]
@@ -195,7 +206,6 @@ def read_open_chats(target: Target, config: PrepareConfig) -> list[OpenChat]:
         [(prompt.name, prompt.parts[0]) for prompt in prompts],
         config.answer_tokens,
         limit="answer_tokens",
-        thinking=config.thinking,
     )
     return [open_chat(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
 
@@ -205,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_flags(PrepareConfig, "python -m train.prepare", argv)
     if config.out.is_dir():
         raise ConfigError(f"--out must name a file, got the folder {config.out}")
-    target = spd_jax.load_target(config.target, config.dtype)
+    target = spd_jax.load_target(config.target, config.dtype, thinking=config.thinking)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
     prompts = None if config.prompts is None else read_open_chats(target, config)
@@ -218,9 +228,8 @@ def write_rounds(target: Target, config: PrepareConfig, prompts: list[OpenChat] 
     """Generates rounds until the file holds enough rows."""
     settings = settings_digest(config, target.sha256)
     first, n_left_out = resume(config, settings), 0
-    n_rounds = -(-config.rows // config.batch_size)
-    with RoundProgress(n_rounds, first) as progress:
-        for round_idx in range(first, n_rounds):
+    with RoundProgress(config.n_rounds, first) as progress:
+        for round_idx in range(first, config.n_rounds):
             chats = next_chats(target, config, prompts, round_idx)
             rows, n = write_round(target, config, chats, round_idx)
             append(config.out, rows, {"round": round_idx, "settings": settings})

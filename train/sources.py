@@ -52,21 +52,18 @@ def find_files(names: str | Path | Iterable[str | Path]) -> list[Path]:
     """Returns the files that are meant by files, folders (searched whole) and glob patterns.
 
     Raises:
-      ConfigError: there are none.
+      ConfigError: there are none, or a name cannot be looked up.
     """
     names = [names] if isinstance(names, str | Path) else list(names)
     found: dict[Path, None] = {}
     for name in names:
-        path = Path(name)
-        if path.is_dir():
-            inside = (p for p in path.rglob("*") if not any(_hidden(q) for q in p.parts))
-            files = sorted(p for p in inside if p.suffix in SUFFIXES and p.is_file())
-            wanted = f"{' or '.join(SUFFIXES)} files in it"
-        elif path.exists() or not glob.has_magic(str(name)):
-            files, wanted = [path], ""
-        else:
-            files = sorted(Path(p) for p in glob.glob(str(name), recursive=True))
-            files, wanted = [p for p in files if p.is_file()], "files of that pattern"
+        try:
+            files, wanted = _files_of(name)
+        except OSError as error:  # no right to look there, or too long to be a name
+            shown = one_line(str(name))[:80]
+            raise ConfigError(
+                f"{shown}: cannot look for data there ({error.strerror}); name another place"
+            ) from None
         if not files:
             raise ConfigError(f"{name}: expected {wanted}, found none; name another place")
         found |= dict.fromkeys(files)
@@ -75,8 +72,21 @@ def find_files(names: str | Path | Iterable[str | Path]) -> list[Path]:
     return list(found)
 
 
+def _files_of(name: str | Path) -> tuple[list[Path], str]:
+    """Returns the files that one name means, and what was looked for."""
+    path = Path(name)
+    if path.is_dir():
+        inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        files = [p for p in inside if not any(map(_hidden, p.relative_to(path).parts))]
+        return files, f"{' or '.join(SUFFIXES)} files in it"
+    if path.exists() or not glob.has_magic(str(name)):
+        return [path], ""
+    files = sorted(Path(p) for p in glob.glob(str(name), recursive=True))
+    return [p for p in files if p.is_file()], "files of that pattern"
+
+
 def _hidden(part: str) -> bool:
-    return part.startswith(".") and part not in (".", "..")
+    return part.startswith(".")
 
 
 def row_unit(path: Path) -> str:

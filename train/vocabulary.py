@@ -37,8 +37,8 @@ class VocabularyFlags:
     """JSON file to write; draft_vocab of train.pdm takes it."""
     target: str = "smollm2-135m"
     """As in infer.decode."""
-    thinking: bool = False
-    """As in train.pdm."""
+    thinking: bool | None = None
+    """As in infer.decode."""
 
 
 def count_ids(rows: Sequence[Row], vocab_size: int) -> np.ndarray:
@@ -75,15 +75,23 @@ def count_draft_ids(
 
 
 def choose_ids(
-    counts: np.ndarray, size: int, stop_ids: Sequence[int], among: Sequence[int] | None = None
+    counts: np.ndarray,
+    size: int,
+    stop_ids: Sequence[int],
+    among: Sequence[int] | None = None,
+    name: str = "draft_vocab_size",
 ) -> tuple[int, ...]:
-    """Returns the ids that `count_draft_ids` chooses, from the counts of all ids."""
+    """Returns the ids that `count_draft_ids` chooses, from the counts of all ids.
+
+    Args:
+      name: of the setting that says `size`, for errors.
+    """
     vocab_size = len(counts)
     n_known = vocab_size if among is None else len(among)
     if not len(stop_ids) <= size <= n_known or size < 1:
         source = "target's vocab_size" if among is None else "draft ids of start_from,"
         raise ConfigError(
-            f"draft_vocab_size must be from {max(1, len(stop_ids))} (the stop ids) to the "
+            f"{name} must be from {max(1, len(stop_ids))} (the stop ids) to the "
             f"{source} {n_known}, got {size}"
         )
     rank = counts.copy()
@@ -202,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for line in corpus.describe():
         say(line)
     counts = count_ids(corpus.rows, target.config.vocab_size)
-    ids = choose_ids(counts, flags.size, target.stop_ids)
+    ids = choose_ids(counts, flags.size, target.stop_ids, name="--size")
     mass = write_vocabulary(flags.out, ids, counts, flags.target, flags.data)
     say(f"{len(ids)} ids cover {mass:.2%} of {counts.sum()} scored ids; wrote {flags.out}")
     return 0

@@ -15,6 +15,7 @@ from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line
 
 VERSIONS = (10, 11, 12)
+FALLBACK = "spec_intermediate_size_fallback"  # MLP width for targets that name none
 
 
 def version_of(config: dict[str, Any], source: Path) -> int:

@@ -56,7 +56,8 @@ def load_reference_head(path: str | Path, dtype: str) -> tuple[AnyDraftConfig, d
       dtype: run dtype of the arrays.
     Returns:
       its DraftConfig or V10DraftConfig; its parameter tree; what is known of its target: d_model,
-      vocab_size and, where the head tells, head_dim, n_heads, n_kv_heads, attn_gate, n_layers.
+      vocab_size and, where the head tells, head_dim, n_heads, n_kv_heads, attn_gate, n_layers, and
+      the reference's MLP width for targets that name none, by its own name.
     Raises:
       ConfigError: not such a head, not whole, hostile, or of another version than 10, 11 and 12.
     """
@@ -169,6 +170,9 @@ def _assemble(
         stages = reference_config.stage_layers(config, version, anchors, source)
         if stages is not None:
             meta["n_layers"] = sum(stages)
+        fallback = config.get(reference_config.FALLBACK)
+        if type(fallback) is int and fallback > 0:
+            meta[reference_config.FALLBACK] = fallback
         fields |= {
             "anchors": anchors,
             "n_stages": reference_config.count(config, "num_stages", source),

@@ -23,6 +23,7 @@ from spd_jax.weights.directories import whole_directory
 from spd_jax.weights.files import one_line, replacing
 from spd_jax.weights.heads import draft_sizes
 from spd_jax.weights.loaded import run_dtype
+from spd_jax.weights.reference_config import FALLBACK
 from spd_jax.weights.reference_head import CONFIG_NAME, TENSORS_NAME
 from spd_jax.weights.torch_zip import save_torch_zip
 
@@ -145,7 +146,6 @@ def _tensors(
 
 def _fields(config: DraftConfig, target: Mapping[str, Any], base_model_path: str) -> dict[str, Any]:
     """Returns the settings by the reference's names."""
-    has_mlp = target.get("d_ff", config.d_ff) is not None  # else the reference takes the fallback
     ids, stages = config.draft_ids, _stage_layers(config, target)
     fields = {
         "hidden_size": target["d_model"],
@@ -158,9 +158,7 @@ def _fields(config: DraftConfig, target: Mapping[str, Any], base_model_path: str
         "trained_with_use_deepest": True,  # rows of their deepest type, as decoding has them here
         "aggr_feature_bound": list(config.anchors),
         "base_model_path": base_model_path,
-        "spec_intermediate_size_fallback": (
-            DEFAULT_D_FF if has_mlp else mlp_width(None, config.d_ff)
-        ),
+        FALLBACK: _fallback(config, target),
     }
     if "model_type" in target:
         fields["model_type"] = target["model_type"]
@@ -169,6 +167,13 @@ def _fields(config: DraftConfig, target: Mapping[str, Any], base_model_path: str
     if ids is not None:
         fields["draft_token_ids"] = list(ids)
     return fields
+
+
+def _fallback(config: DraftConfig, target: Mapping[str, Any]) -> int:
+    """The MLP width that the reference takes where its target names none."""
+    if target.get("d_ff") is not None:
+        return DEFAULT_D_FF
+    return target.get(FALLBACK) or mlp_width(None, config.d_ff)
 
 
 def _stage_layers(config: DraftConfig, target: Mapping[str, Any]) -> tuple[int, ...] | None:

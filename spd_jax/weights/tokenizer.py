@@ -23,9 +23,26 @@ CHAT_END_TOKENS = (
 class ChatTokenizer:
     """A tokenizer with its chat template; compared and hashed by identity (static in pytrees)."""
 
-    def __init__(self, fast: Any):
-        """Wraps a transformers fast tokenizer."""
-        self._fast = fast
+    def __init__(self, fast: Any, thinking: bool | None = None):
+        """Wraps a transformers fast tokenizer.
+
+        Args:
+          thinking: what the chat template gets as `enable_thinking`; None: nothing, so that the
+            template's own default holds.
+        """
+        self._fast, self._thinking = fast, thinking
+
+    def with_thinking(self, thinking: bool | None) -> ChatTokenizer:
+        """Returns the tokenizer with another `thinking`; None: this one.
+
+        Raises:
+          ConfigError: it is neither None nor a boolean.
+        """
+        if thinking is None:
+            return self
+        if not isinstance(thinking, bool):
+            raise ConfigError(f"thinking must be None, True or False, got {thinking!r}")
+        return ChatTokenizer(self._fast, thinking)
 
     @property
     def vocab_size(self) -> int:
@@ -55,33 +72,23 @@ class ChatTokenizer:
             ) from None
         return self._fast.encode(text, add_special_tokens=False)
 
-    def encode_chat(
-        self, messages: str | Sequence[dict[str, str]], thinking: bool | None = None
-    ) -> list[int]:
+    def encode_chat(self, messages: str | Sequence[dict[str, str]]) -> list[int]:
         """Returns the ids of a conversation and the opening of the assistant's turn.
 
         Args:
           messages: {"role", "content"} dicts, or a string: one user turn.
-          thinking: as in `render_chat`.
         Raises:
           ConfigError: the tokenizer has no chat template, or it refuses the messages.
         """
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        return self.encode(self.render_chat(messages, opens_turn=True, thinking=thinking))
+        return self.encode(self.render_chat(messages, opens_turn=True))
 
-    def render_chat(
-        self,
-        messages: Sequence[dict[str, str]],
-        *,
-        opens_turn: bool,
-        thinking: bool | None = None,
-    ) -> str:
+    def render_chat(self, messages: Sequence[dict[str, str]], *, opens_turn: bool) -> str:
         """Returns the chat template's text of a conversation.
 
         Args:
           opens_turn: the opening of the assistant's turn follows (the generation prompt).
-          thinking: what the template gets as `enable_thinking`; None: nothing.
         Raises:
           ConfigError: the tokenizer has no chat template, or it refuses the messages.
         """
@@ -89,7 +96,7 @@ class ChatTokenizer:
             raise ConfigError(
                 "this target's tokenizer has no chat template; give the prompt as token ids"
             )
-        settings = {} if thinking is None else {"enable_thinking": thinking}
+        settings = {} if self._thinking is None else {"enable_thinking": self._thinking}
         try:
             return self._fast.apply_chat_template(
                 list(messages), add_generation_prompt=opens_turn, tokenize=False, **settings

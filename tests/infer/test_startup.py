@@ -54,7 +54,7 @@ def test_every_flag_reaches_its_field():
     argv = (
         "--prompt p --target tiny --draft d --max-new-tokens 3 --n-stages 4 --stage-layers 1,2 "
         "--mesh virtual --placement dedicated --cpu-devices 6 --dtype bfloat16 --seed 9 "
-        "--compare --json"
+        "--thinking False --compare --json"
     ).split()
     assert commandline.parse_flags(DecodeFlags, PROG, argv) == DecodeFlags(
         prompt="p",
@@ -68,6 +68,7 @@ def test_every_flag_reaches_its_field():
         cpu_devices=6,
         dtype="bfloat16",
         seed=9,
+        thinking=False,
         compare=True,
         json=True,
     )

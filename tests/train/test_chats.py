@@ -25,7 +25,7 @@ ONE = [turn("user", "hi"), turn("assistant", "hello you")]
 SEVERAL = [turn("system", "Be brief"), *ONE, turn("user", " and? "), turn("assistant", "é\n\nbye")]
 
 
-def reader(template, thinking=False):
+def reader(template, thinking=None):
     return ChatReader(markers_tokenizer(template), (), thinking)
 
 
@@ -43,10 +43,10 @@ def spans(tokens):
 
 def decoded_spans(read, turns, answers):
     """What decoding sees: the prompt of each answer, and the ids that the target would write."""
-    encode = read.tokenizer.encode
+    served, encode = read.tokenizer.with_thinking(read.thinking), read.tokenizer.encode
     places = [k for k, t in enumerate(turns) if t["role"] == "assistant"]
     return [
-        (read.tokenizer.encode_chat(turns[:k], thinking=read.thinking), encode(answer))
+        (served.encode_chat(turns[:k]), encode(answer))
         for k, answer in zip(places, answers, strict=True)
     ]
 
@@ -77,7 +77,7 @@ def test_turns_after_the_last_answer_are_left_out():
 
 
 def test_an_empty_thought_of_the_prompt_is_not_scored():
-    read = reader(THINKING)
+    read = reader(THINKING, thinking=False)
     (row,), _ = read.tokens({"messages": ONE})
     ((before, written),) = spans(row)
     assert read.tokenizer.decode(before, with_markers=True).endswith("<think>\n\n</think>\n\n")
@@ -95,13 +95,13 @@ def test_thoughts_are_scored_where_the_target_is_served_thinking(in_content):
     written = "<think>\nlet me see\n</think>\n\nok<|im_end|>"
     assert spans(row) == decoded_spans(read, turns, [written])
     with pytest.raises(UnusableError, match="does not continue the generation prompt"):
-        reader(THINKING).tokens({"messages": turns})  # served without: it would not write this
+        reader(THINKING, thinking=False).tokens({"messages": turns})  # it would not write this
 
 
 @pytest.mark.parametrize("text", ["ok", "<b>", "<think", " \n ok "])
 def test_an_empty_thought_that_is_shown_in_the_prompt_only_is_seen_and_not_scored(text):
     turns = [turn("user", "hi"), turn("assistant", text), turn("user", "a"), turn("assistant", "b")]
-    read = reader(SWITCHED)
+    read = reader(SWITCHED, thinking=False)
     rows, n_unscored = read.tokens({"messages": turns})
     written = [text.strip() + "<|im_end|>", "b<|im_end|>"]
     assert [span for row in rows for span in spans(row)] == decoded_spans(read, turns, written)
@@ -115,8 +115,12 @@ def test_an_opened_thought_is_the_targets_to_write():
     written = ["hm\n</think>\n\nok<|im_end|>"]
     assert spans(row) == decoded_spans(read, [turn("user", "hi"), thought], written)
     always = SWITCHED.replace("enable_thinking is false", "false")
-    for read in (reader(SWITCHED, thinking=True), reader(always)):
-        with pytest.raises(UnusableError, match="does not continue the generation prompt"):
+    for read, hint in (
+        (reader(SWITCHED, thinking=True), r" \(thinking False changes it\)"),
+        (reader(SWITCHED), r" \(thinking False changes it\)"),
+        (reader(always), ""),
+    ):
+        with pytest.raises(UnusableError, match=f"not continue the generation prompt{hint}$"):
             read.tokens({"messages": ONE})
 
 

@@ -160,12 +160,16 @@ def test_folders_and_patterns_name_their_files_once_and_in_order(tmp_path):
         write(tmp_path / name, GOOD)
     expected = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "sub/c.jsonl")]
     assert find_files(tmp_path) == expected
+    assert find_files(tmp_path / ".hidden") == [tmp_path / ".hidden" / "d.jsonl"]  # asked for
     assert find_files([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")]) == expected[:2]
     corpus = read_corpus(tmp_path, 64, 8)
     assert corpus.describe()[-1] == "3 files: 3 rows, 9 tokens, 6 scored; 0 skipped"
     for nowhere in (tmp_path / "sub" / "*.parquet", [], tmp_path / ".hidden" / "e*"):
         with pytest.raises(ConfigError, match="expected"):
             find_files(nowhere)
+    with pytest.raises(ConfigError, match="cannot look for data there") as error:
+        find_files('{"text": "a row, no name"}' * 200)
+    assert len(str(error.value)) < 200
 
 
 def test_the_digest_is_of_ids_and_masks(tmp_path):

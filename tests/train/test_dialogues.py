@@ -16,7 +16,7 @@ def turn(role, content):
 
 
 USER, ANSWER, SYSTEM = turn("user", "hi"), turn("assistant", "old"), turn("system", "Be brief")
-SETTINGS = {"max_new_tokens": 40, "temperature": 0.5, "thinking": False}
+SETTINGS = {"max_new_tokens": 40, "temperature": 0.5}
 
 
 class Echo:
@@ -35,15 +35,14 @@ class Echo:
 
 
 def answered(monkeypatch, template, chats_parts, max_context=10_000, **echo):
-    tokenizer = markers_tokenizer(template)
+    tokenizer = markers_tokenizer(template).with_thinking(False)
     target = SimpleNamespace(
         tokenizer=tokenizer, config=SimpleNamespace(max_context=max_context), stop_ids=()
     )
     generate = Echo(tokenizer, **echo)
     monkeypatch.setattr(dialogues.spd_jax, "generate", generate)
     chats = [
-        open_chat(ChatPrompt("x", parts), tokenizer.encode_chat(parts[0], thinking=False))
-        for parts in chats_parts
+        open_chat(ChatPrompt("x", parts), tokenizer.encode_chat(parts[0])) for parts in chats_parts
     ]
     rows, n_left_out = answer_chats(target, chats, lambda b, t: 100 * t + b, **SETTINGS)
     return rows, n_left_out, generate.calls, tokenizer
@@ -97,7 +96,7 @@ def test_rows_are_those_that_reading_the_written_chat_gives(monkeypatch):
         for turns in whole:
             for k, answer in enumerate(turns):
                 if answer["role"] == "assistant":  # Echo tells what it was given
-                    given = tokenizer.encode_chat(turns[:k], thinking=False)
+                    given = tokenizer.encode_chat(turns[:k])
                     assert answer["content"] == f"{len(given)} ids"
         prompts = [len(prompts) for prompts, _ in calls]
         assert prompts == [3, 2, 1]  # few sizes, each compiled once

@@ -1,5 +1,6 @@
 """Writing training data: what the target wrote is marked, and a stopped run goes on unchanged."""
 
+import dataclasses
 import json
 
 import pytest
@@ -45,6 +46,34 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(written, tmp_path):
         out.write_bytes(whole[:cut])
         prepare.main(["--out", str(out), "--rows", "4", *FLAGS])
         assert out.read_bytes() == whole, cut
+
+
+def test_every_temperature_comes_also_in_few_rows(written, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    flags = ["--out", str(out), *FLAGS, "--batch-size", "48"]
+    prepare.main([*flags, "--rows", "3"])
+    assert [row["temperature"] for row in rows_of(out)] == [0.0, 0.0, 0.7, 0.7]
+    whole = out.read_bytes()
+    assert whole == written.read_bytes()  # as if rounds of 2 had been asked for
+    out.write_bytes(whole[:-9])
+    prepare.main([*flags, "--rows", "4"])
+    assert out.read_bytes() == whole
+    with pytest.raises(ConfigError, match="did not write"):  # its rounds are of another size
+        prepare.main([*flags, "--rows", "99"])
+    assert out.read_bytes() == whole
+
+
+def test_rounds_are_smaller_only_where_a_temperature_would_not_come(tmp_path):
+    temperatures = (0.0, 0.7, 1.0)
+    for n_rows in range(1, 160):
+        config = prepare.PrepareConfig(tmp_path, rows=n_rows, temperatures=temperatures)
+        assert config.n_rounds >= 3 and config.n_rounds * config.round_size >= n_rows
+        assert (config.round_size == config.batch_size) == (n_rows > 3 * 47), n_rows
+    digests = {
+        prepare.settings_digest(dataclasses.replace(config, rows=n_rows), "aa")
+        for n_rows in (150, 2000)
+    }
+    assert len(digests) == 1  # a file can be made longer
 
 
 def test_foreign_rows_and_other_settings_lose_nothing(written, tmp_path):
@@ -167,9 +196,9 @@ def test_a_prompt_is_encoded_once(tmp_path, monkeypatch):
     seen = []
     original = ChatTokenizer.encode_chat
 
-    def encode_chat(self, messages, thinking=None):
+    def encode_chat(self, messages):
         seen.append(messages)
-        return original(self, messages, thinking)
+        return original(self, messages)
 
     monkeypatch.setattr(ChatTokenizer, "encode_chat", encode_chat)
     prepare.main(["--out", str(out), "--rows", "4", "--prompts", str(prompts), *FLAGS])

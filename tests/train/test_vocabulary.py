@@ -92,7 +92,7 @@ def test_the_command_writes_what_it_counted(tmp_path, capsys):
     assert read_draft_ids(out, 256) == (97, 98)
     said = capsys.readouterr().err
     assert "2 ids cover 87.50% of 8 scored ids" in said and "1 skipped" in said
-    with pytest.raises(ConfigError, match="draft_vocab_size must be from 1"):
+    with pytest.raises(ConfigError, match="^--size must be from 1"):
         vocabulary.main([*flags, "--size", "257"])
     with pytest.raises(ConfigError, match="existing folder"):
         vocabulary.main([*flags, "--size", "2", "--out", str(tmp_path / "no" / "vocab.json")])

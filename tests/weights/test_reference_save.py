@@ -16,6 +16,7 @@ from spd_jax.config import DraftConfig, TargetConfig, V10DraftConfig
 from spd_jax.models.bundle import Draft
 from spd_jax.weights import keymaps, load_draft_file
 from spd_jax.weights.heads import draft_sizes, save_head
+from spd_jax.weights.reference_config import FALLBACK
 from spd_jax.weights.reference_save import save_reference_head
 from spd_jax.weights.torch_zip import load_torch_zip, save_torch_zip
 
@@ -147,6 +148,19 @@ def test_a_target_without_dense_mlps_takes_the_width_from_the_config(tmp_path, c
     params = params_of(draft, config)
     save_reference_head(tmp_path / "h.pt", draft, target, params)
     assert load_torch_zip(tmp_path / "h.pt")["config"]["spec_intermediate_size_fallback"] == 48
+
+
+@pytest.mark.parametrize("stated", [48, 9216, None])
+def test_an_imported_head_keeps_its_width_for_targets_without_one(tmp_path, config, stated):
+    mixture = dataclasses.asdict(config) | {"d_ff": None}
+    draft = dataclasses.replace(DRAFT, d_ff=48)
+    save_reference_head(tmp_path / "a", draft, mixture, params_of(draft, config))
+    path = tmp_path / "a" / "head_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {FALLBACK: stated}))
+    loaded, tree, meta = load_draft_file(tmp_path / "a")
+    save_reference_head(tmp_path / "b.pt", loaded, meta, tree)
+    # Without the setting, the head's own width is right whatever the target is.
+    assert load_torch_zip(tmp_path / "b.pt")["config"][FALLBACK] == (stated or 48)
 
 
 def test_rounding_is_said_and_float32_avoids_it(tmp_path, config, assert_same, caplog):
