@@ -61,8 +61,8 @@ class ScoreFlags:
     """Longest row in tokens; longer rows are cut."""
     batch_tokens: int = 512
     """Tokens scored at once."""
-    thinking: bool = False
-    """As in train.pdm."""
+    thinking: bool | None = None
+    """As in infer.decode."""
     json: Path | None = None
     """File for the figures."""
 
