@@ -53,7 +53,7 @@ from train.record import read_record, recorded_start, write_record
 from train.saver import Judged, Saver
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
-from train.teacher import StateCache, Teacher
+from train.teacher import StateCache, Teacher, needs_choices
 from train.tensorboard import EventFile
 from train.vocabulary import check_same_ids, run_draft_ids
 
@@ -340,7 +340,15 @@ def make_teacher(this: Run, corpus: Corpus) -> Teacher:
     if this.config.state_cache:
         kept, width = kept_states(target.config, this.draft), target.config.d_model
         dtype = this.target_params["embed"]["weight"].dtype
-        cache = StateCache(this.workdir / "states", corpus, kept, width, dtype, target.sha256)
+        cache = StateCache(
+            this.workdir / "states",
+            corpus,
+            kept,
+            width,
+            dtype,
+            target.sha256,
+            needs_choices(this.draft),
+        )
         say(f"state cache: {cache.n_bytes / 1e9:.2f} GB, {cache.n_done} rows done")
     return Teacher(target.config, this.draft, this.target_params, corpus, cache, this.devices)
 

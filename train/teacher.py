@@ -87,10 +87,15 @@ def run_target(
     hidden = model.hidden_states(target, params, input_ids, segments)
     states = jnp.stack([hidden[b] for b in kept_states(target, draft)], axis=2)
     best = jnp.zeros(input_ids.shape, jnp.int32)
-    if draft.draft_ids is not None:
+    if needs_choices(draft):
         scored = scored_positions(labels, segments)
         best = best.at[:, :-1].set(target_choices(target, params, hidden[-1], scored))
     return jnp.where(segments[..., None, None] > 0, states, 0), best
+
+
+def needs_choices(draft: DraftConfig) -> bool:
+    """Whether it matters which id the target chooses: the draft may lack it."""
+    return draft.draft_ids is not None
 
 
 def teacher_outputs(
@@ -120,16 +125,18 @@ class StateCache:
         width: int,
         dtype: Any,
         target_sha256: str,
+        has_choices: bool,
     ) -> None:
         """Opens the files, or makes them.
 
+        Args:
+          has_choices: `run_target` finds the target's choices, as for drafts of some ids.
         Raises:
           ConfigError: the disk has no room for them.
         """
         scored = hashlib.sha256(b"".join(row.scored_mask.tobytes() for row in corpus.rows))
-        identity = repr(
-            (corpus.sha256, scored.hexdigest(), target_sha256, kept, str(jnp.dtype(dtype)))
-        )
+        data = corpus.sha256, scored.hexdigest()
+        identity = repr((*data, target_sha256, kept, str(jnp.dtype(dtype)), has_choices))
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._starts = np.cumsum([0, *(len(row.ids) for row in corpus.rows)])
         n_tokens = int(self._starts[-1])
