@@ -22,11 +22,14 @@ from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line, replace_file
 from train.checkpoint import UNFINISHED, checkpoint_numbers, read_notes, save_state, snapshot
 from train.config import TrainConfig
+from train.metrics import NAME as METRICS_NAME
+from train.record import NAME as RECORD_NAME
 from train.step import TrainState
 
 BEST_NAME = "best.json"
 # Of a killed `_discard`, head writer or `replace_file`, besides what Orbax leaves.
-LEFTOVER = re.compile(r"\.\d+\.(old|new-.*)|\.(best\.json|run\.json|metrics\.jsonl)\..+")
+REPLACED = "|".join(map(re.escape, (BEST_NAME, RECORD_NAME, METRICS_NAME)))
+LEFTOVER = re.compile(rf"\.\d+\.(old|new-.*)|\.({REPLACED})\..+")
 Judged = tuple[int, dict[str, Any]]  # held-out figures, and the position they were taken at
 WriteHead = Callable[[int, Any, Judged | None], None]  # position, parameters, last figures
 

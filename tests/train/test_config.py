@@ -24,6 +24,14 @@ def test_every_config_file_is_a_valid_record():
         assert f"--config {module.name}" in text  # the header holds the command
 
 
+def test_every_config_has_rows_to_evaluate_on_and_says_how_they_are_made():
+    for name in {*config_names()} - {"tiny_n4"}:  # it only tries the trainer
+        config, text = named_config(name), importlib.import_module(f"train.configs.{name}").__doc__
+        assert config.heldout_data and not {*config.heldout_data} & {*config.train_data}
+        for path in (*config.train_data, *config.heldout_data):
+            assert f"--out {path}" in " ".join(text.split())
+
+
 def test_fields_are_overridden_on_the_command_line():
     argv = ["--lr", "0.5", "--config", "tiny_n4", "--anchors", "0", "5", "--state-cache", "True"]
     config = parse_config(PROG, argv)

@@ -151,10 +151,8 @@ def test_the_trainer_cuts_the_target_where_the_run_would():
     params = model.param_shapes(TINY_CONFIG, jnp.float32)
     whole = sum(4 * x.size for x in jax.tree.leaves(params))
     counted = []
-    for cut, memory in ((None, None), (None, 1.9 * whole), (None, 2.1 * whole), (True, None)):
-        one = dataclasses.replace(
-            config, cut_target=cut, device_memory=memory and memory / dry_run.GIB
-        )
+    for cut, size in ((None, None), (None, 1.9 * whole), (None, 2.1 * whole), (True, None)):
+        one = dataclasses.replace(config, cut_target=cut, device_memory=size and size / dry_run.GIB)
         counted.append(dry_run.make_plan(one).trainer.target)
     assert counted[0] == counted[2] == whole
     assert counted[1] == counted[3] < whole
