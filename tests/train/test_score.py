@@ -27,8 +27,7 @@ def run(tmp_path_factory):
             file.write(json.dumps(row) + "\n")
     flags = ["--config", "tiny_n4", "--train-data", str(rows), "--heldout-data", str(rows)]
     flags += ["--workdir", str(work / "run"), "--dtype", "bfloat16", "--steps", "40"]
-    flags += ["--lr", "0.01"]
-    flags += ["--sequence-len", "32", "--batch-tokens", "160", "--save-every", "40"]
+    flags += ["--lr", "0.01", "--sequence-len", "32", "--batch-tokens", "160", "--save-every", "40"]
     flags += ["--eval-every", "40", "--draft-vocab-size", "None", "--anchors", "0", "4", "8"]
     assert pdm.main([*flags, "--eval-stages", "3", "--tensorboard", "False"]) == 0
     return work / "run", rows
