@@ -26,7 +26,6 @@ import optax
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import run, say
 from spd_jax.config import DraftConfig
-from spd_jax.models.distill import kept_states
 from spd_jax.models.draft import grow_params, init_params
 from spd_jax.weights import LoadedTarget, load_target_files
 from spd_jax.weights.files import sole_writer
@@ -48,7 +47,7 @@ from train.publish import save_run_head
 from train.saver import Judged, Saver
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
-from train.teacher import StateCache, Teacher, needs_choices
+from train.teacher import StateCache, Teacher
 from train.tensorboard import EventFile
 
 PROG = "python -m train.pdm"
@@ -285,17 +284,8 @@ def make_teacher(this: Run, corpus: Corpus) -> Teacher:
     """Returns the source of the target's outputs for a corpus, cached where the settings say."""
     target, cache = this.target, None
     if this.config.state_cache:
-        kept, width = kept_states(target.config, this.draft), target.config.d_model
-        dtype = this.target_params["embed"]["weight"].dtype
-        cache = StateCache(
-            this.workdir / "states",
-            corpus,
-            kept,
-            width,
-            dtype,
-            target.sha256,
-            needs_choices(this.draft),
-        )
+        states, dtype = this.workdir / "states", this.target_params["embed"]["weight"].dtype
+        cache = StateCache(states, corpus, target.config, this.draft, dtype, target.sha256)
         say(f"state cache: {cache.n_bytes / 1e9:.2f} GB, {cache.n_done} rows done")
     return Teacher(target.config, this.draft, this.target_params, corpus, cache, this.devices)
 

@@ -121,26 +121,24 @@ class StateCache:
         self,
         directory: Path,
         corpus: Corpus,
-        kept: tuple[int, ...],
-        width: int,
+        target: TargetConfig,
+        draft: DraftConfig,
         dtype: Any,
         target_sha256: str,
-        has_choices: bool,
     ) -> None:
         """Opens the files, or makes them.
 
-        Args:
-          has_choices: `run_target` finds the target's choices, as for drafts of some ids.
         Raises:
           ConfigError: the disk has no room for them.
         """
         scored = hashlib.sha256(b"".join(row.scored_mask.tobytes() for row in corpus.rows))
-        data = corpus.sha256, scored.hexdigest()
-        identity = repr((*data, target_sha256, kept, str(jnp.dtype(dtype)), has_choices))
+        data, kept = (corpus.sha256, scored.hexdigest()), kept_states(target, draft)
+        made = target_sha256, kept, str(jnp.dtype(dtype)), needs_choices(draft)
+        identity = repr((*data, *made))
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._starts = np.cumsum([0, *(len(row.ids) for row in corpus.rows)])
         n_tokens = int(self._starts[-1])
-        shape = (n_tokens, len(kept), width)
+        shape = (n_tokens, len(kept), target.d_model)
         self.n_bytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / f"{name}.{part}" for part in ("states", "best", "done")]

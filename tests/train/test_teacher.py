@@ -12,20 +12,18 @@ from spd_jax.checks import ConfigError
 from spd_jax.models.distill import (
     count_scores,
     distillation_loss,
-    kept_states,
     mean_metrics,
     score_positions,
 )
 from spd_jax.models.draft import init_params
 from train import teacher as teacher_module
 from train.batches import make_batch
-from train.teacher import StateCache, Teacher, needs_choices, teacher_outputs
+from train.teacher import StateCache, Teacher, teacher_outputs
 
 
-def open_cache(directory, small, corpus, sha256="aa", has_choices=True):
-    kept = kept_states(small.target, small.draft)
-    width = small.target.d_model
-    return StateCache(directory, corpus, kept, width, np.float32, sha256, has_choices)
+def open_cache(directory, small, corpus, sha256="aa", draft=None):
+    draft = draft or small.draft
+    return StateCache(directory, corpus, small.target, draft, np.float32, sha256)
 
 
 @pytest.mark.parametrize("head", ["own", "target"])
@@ -88,7 +86,7 @@ def test_a_draft_of_some_ids_never_reads_the_choices_that_one_of_all_ids_left_ou
     found = []
     for ids in (None, small.draft.draft_ids):
         draft = dataclasses.replace(small.draft, draft_ids=ids)
-        cache = open_cache(tmp_path, small, corpus, has_choices=needs_choices(draft))
+        cache = open_cache(tmp_path, small, corpus, draft=draft)
         assert cache.n_done == 0
         found.append(Teacher(small.target, draft, small.target_params, corpus, cache)(batch))
     plain = Teacher(small.target, small.draft, small.target_params, corpus)(batch)
