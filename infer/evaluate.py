@@ -8,9 +8,7 @@ Each line of a file is {"turns": [...]}; the first turn is the prompt. Definitio
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +27,7 @@ from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.ops.lookup import lookup_hits
 from spd_jax.prompts import PromptRow, checked_prompt_ids, read_prompts
-from spd_jax.weights.files import replace_file
+from spd_jax.weights.files import check_writable, write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,26 +138,6 @@ def evaluate_batch(
                 subject.decode_settings["stage_layers"],
             )
         yield sample
-
-
-def check_writable(path: Path) -> None:
-    """Raises ConfigError where `path` cannot become a file."""
-    parent = path.parent
-    is_other = path.exists() and not path.is_file()  # a folder, a device
-    if is_other or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--json must name a file in an existing, writable folder, got {path}")
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Writes a JSON file whole or not at all.
-
-    Raises:
-      ConfigError: the file cannot be written.
-    """
-    try:
-        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; change --json") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,10 +2,10 @@
 
     python -m tests.kill_and_resume --kills 20
 
-Starts train.pdm on the tiny target, sends SIGKILL at moments drawn from --seed (while it starts,
-between updates, and in the midst of a save), starts it again until it is done, and compares bytes:
-parameters, moments, average, notes, heads, best.json and metrics.jsonl (its clocks aside). A run
-that ends before all kills are spent is followed by another.
+Starts train.pdm on the tiny target, sends SIGKILL at moments drawn from --seed (by turns between
+updates, in the midst of a save, and anywhere from its start on), starts it again until it is done,
+and compares bytes: parameters, moments, average, notes, heads, best.json and metrics.jsonl (its
+clocks aside). A run that ends before all kills are spent is followed by another.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from orbax.checkpoint import v1 as ocp
 
 ROOT = Path(__file__).parent.parent
 CLOCKS = ("tokens_per_second", "scored_per_second", "seconds_per_step", "seconds")
+KINDS = ("step", "save", "start")  # of kills, in turn
 N_STEPS = 48
 FLAGS = ["--config", "tiny_n4", "--sequence-len", "32", "--batch-tokens", "128"]
-FLAGS += ["--accumulate", "2", "--ema", "0.9", "--weight-decay", "0.01", "--seed", "3"]
+FLAGS += ["--state-cache", "True", "--seed", "3"]
+FLAGS += ["--accumulate", "2", "--ema", "0.9", "--weight-decay", "0.01"]
 FLAGS += ["--log-every", "5", "--save-every", "3", "--eval-every", "8", "--steps", str(N_STEPS)]
 
 
@@ -66,7 +68,7 @@ def kill_and_resume(work: Path, n_kills: int, seed: int) -> int:
         while not done:
             process = start(work, workdir, environment)
             if left:
-                kind = rng.choice(("start", "step", "save"))
+                kind = KINDS[(n_kills - left) % len(KINDS)]
                 if wait_for(kind, process, workdir, rng, seconds):
                     process.kill()
                     kinds[kind], left = kinds[kind] + 1, left - 1

@@ -15,13 +15,16 @@ import numpy as np
 from spd_jax.models.distill import IGNORED
 from train.data import Row
 
-BUCKET = 64  # row lengths are rounded up to multiples of this: each length is compiled anew
+# Each length of rows is compiled anew, for every fill: lengths are multiples of a step of so many
+# tokens, or of more where the longest row would have more than this number of lengths below it.
+STEP, N_LENGTHS = 64, 8
 OPEN_SEQUENCES = 256  # that first-fit looks at: the oldest is closed when there are more
 
 
 def bucket_len(n_tokens: int, sequence_len: int) -> int:
-    """Returns the padded length of a row."""
-    return min(-(-n_tokens // BUCKET) * BUCKET, sequence_len)
+    """Returns the padded length of a row, one of at most `N_LENGTHS`."""
+    step = STEP * -(-sequence_len // (N_LENGTHS * STEP))
+    return min(-(-n_tokens // step) * step, sequence_len)
 
 
 def make_batch(rows: Sequence[Row], n_rows: int, length: int) -> dict[str, np.ndarray]:

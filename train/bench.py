@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from spd_jax.models import visibility
 from spd_jax.ops.attention import attend
 from spd_jax.ops.depth_attention import attend_by_depth
 from spd_jax.weights import load_target_files
-from spd_jax.weights.files import replace_file
+from spd_jax.weights.files import check_writable, write_json
 from train.config import TrainConfig
 from train.optimizer import learning_rate, make_optimizer
 from train.step import Sums, init_state, make_loss, make_train_step
@@ -259,6 +258,8 @@ def _peak_bytes() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     config = parse_flags(BenchConfig, "python -m train.bench", argv)
+    if config.json is not None:
+        check_writable(config.json)
     loaded = load_target_files(config.target, config.dtype)
     target = loaded.config
     starts = PipelineConfig(target.n_layers, config.n_stages).starts
@@ -285,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "device": str(jax.devices()[0]),
             **found,
         }
-        replace_file(config.json, (json.dumps(found, indent=2) + "\n").encode())
+        write_json(config.json, found)
     return 0
 
 

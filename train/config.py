@@ -10,11 +10,11 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from spd_jax.checks import ConfigError, suggest
 from spd_jax.commandline import parse_flags
-from spd_jax.config import DraftConfig, LossConfig, PipelineConfig, TargetConfig
+from spd_jax.config import DraftConfig, LossConfig, LossName, Outside, PipelineConfig, TargetConfig
 from train import configs
 
 # Larger numbers are slips of the finger; they would end in overflows far from here.
@@ -73,7 +73,8 @@ class TrainConfig:
     its own. None: copies of the target's layers, all ids."""
 
     sequence_len: int = 256
-    """Longest row in tokens; what becomes of longer ones is said by overflow."""
+    """Longest row in tokens; what becomes of longer ones is said by overflow. Rows are padded to
+    one of at most eight lengths up to it, steps of 64 tokens or more: each length is compiled."""
     batch_tokens: int = 512
     """Tokens of a batch, padding included: as many rows of one length as fit."""
     state_cache: bool = False
@@ -110,11 +111,11 @@ class TrainConfig:
     and written as head. None: the weights themselves are."""
     temperature: float = 1.0
     """Temperature of the distillation loss."""
-    loss: Literal["kl", "reverse_kl", "js", "tv", "ce", "hybrid"] = "kl"
+    loss: LossName = "kl"
     """kl: KL(target || draft), as published; reverse_kl: KL(draft || target); js: Jensen-Shannon;
     tv: total variation, 1 minus the chance of acceptance; ce: cross-entropy on the target's choice;
     hybrid: kl and tv."""
-    outside: Literal["renormalise", "miss"] = "renormalise"
+    outside: Outside = "renormalise"
     """The target's mass on ids that the draft lacks: renormalise leaves it out, as published; miss
     counts it as lost, so that a position weighs as much as the draft can win there."""
     tv_weight: float = 0.5
@@ -168,6 +169,7 @@ class TrainConfig:
     """Licence of the trained head, such as apache-2.0, for its card. None: the card names none."""
 
     def __post_init__(self) -> None:
+        self._check_choices()
         self._check_data()
         for name, most in MOST.items():
             value = getattr(self, name)
@@ -190,7 +192,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"{name} must be between 0 and 1, got {value}")
-        LossConfig(tv_weight=self.tv_weight)  # for its error
+        _ = self.scoring  # for its error
         if not 0 <= self.lr_final <= 1:
             raise ConfigError(
                 f"lr_final must be from 0 to 1, a fraction of lr, got {self.lr_final}"
@@ -207,6 +209,13 @@ class TrainConfig:
                 f"{self.batch_tokens}; raise batch_tokens or lower sequence_len"
             )
 
+    def _check_choices(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            choices, value = get_args(hint), getattr(self, name)
+            if get_origin(hint) is Literal and value not in choices:
+                known = f"{', '.join(choices[:-1])} or {choices[-1]}"
+                raise ConfigError(f"{name} must be {known}, got {value!r}")
+
     def _check_data(self) -> None:
         for name in ("train_data", "heldout_data"):
             value = getattr(self, name)
@@ -216,8 +225,6 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be a path or several, got {value!r}")
         if not self.train_data:
             raise ConfigError("train_data must name one place or more, got none")
-        if self.overflow not in ("cut", "discard"):
-            raise ConfigError(f"overflow must be cut or discard, got {self.overflow!r}")
         if self.packing and self.state_cache:
             raise ConfigError(
                 "packing and state_cache exclude each other (states are kept row by row); set one "

@@ -15,7 +15,7 @@ import numpy as np
 
 from spd_jax.checks import ConfigError
 from train.chats import ChatReader, Tokens
-from train.sources import Record, UnusableError, find_files, read_records, row_unit
+from train.sources import Record, UnusableError, find_files, read_records
 from train.tally import Tally
 
 N_FILES_SHOWN = 8
@@ -118,7 +118,7 @@ def _rows_of(
     parts, n_unscored = reader.tokens(fields)
     rows, reason, n_cut = [], "", 0
     for tokens in parts:
-        _check_vocabulary(tokens, f"{tally.path}:{_place(tally.path, record)}", vocab_size)
+        _check_vocabulary(tokens, tally.place(record.number), vocab_size)
         n_over = max(0, len(tokens.ids) - sequence_len)
         if n_over and overflow == "discard":
             reason = f"longer than sequence_len {sequence_len}"
@@ -135,10 +135,6 @@ def _rows_of(
     tally.n_tokens += sum(len(row.ids) for row in rows)
     tally.n_scored += sum(int(row.scored_mask.sum()) for row in rows)
     return rows
-
-
-def _place(path: Path, record: Record) -> str:
-    return f"{record.number}" if row_unit(path) == "line" else f"row {record.number}"
 
 
 def _check_vocabulary(tokens: Tokens, where: str, vocab_size: int) -> None:

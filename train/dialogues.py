@@ -16,7 +16,7 @@ import numpy as np
 import spd_jax
 from spd_jax import ConfigError, SamplingConfig, Target
 from train.chats import Turns, read_turns
-from train.sources import UnusableError, find_files, read_records, row_unit
+from train.sources import UnusableError, find_files, read_records
 from train.tally import Tally
 
 STEMS = Path(__file__).with_name("stems.jsonl")
@@ -62,8 +62,7 @@ def read_chat_prompts(
             except UnusableError as error:
                 tally.skip(record.number, str(error))
                 continue
-            place = record.number if row_unit(path) == "line" else f"row {record.number}"
-            prompts.append(ChatPrompt(f"{path}:{place}", parts))
+            prompts.append(ChatPrompt(tally.place(record.number), parts))
         tally.check('give chats, or one {"turns": [...]} object a line')
         tallies.append(tally)
     return prompts, tallies

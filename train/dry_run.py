@@ -126,12 +126,13 @@ def make_plan(config: DryRunConfig) -> Plan:
     engine = shape_engine(spec, target_params, draft_params)
     prompt_len = config.context_len // 2
     state = trace(engine, config.decode_batch, prompt_len, config.context_len - prompt_len)
+    memory = None if config.device_memory is None else config.device_memory * GIB
     return Plan(
         config,
         spec,
         (_n_elements(target_params), _n_elements(draft_params)),
         count_engine(engine, state),
-        count_trainer(config, target, draft, target_params, draft_params),
+        count_trainer(config, target, draft, target_params, draft_params, memory),
     )
 
 

@@ -7,6 +7,7 @@ mask), whatever mask it is trained with.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spd_jax.config import DraftConfig, LossConfig, TargetConfig
+from spd_jax.config import DraftConfig, LossConfig, PipelineConfig, TargetConfig
 from spd_jax.models.distill import KL, compare_outputs, draft_outputs
 from spd_jax.ops.lookup import hits_by_position
 from train.batches import ordered_batches
-from train.config import TrainConfig
 from train.data import Row
 from train.parallel import (
     BY_ROW,
@@ -131,37 +131,58 @@ def count_row(row: Row, figures: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
+def at_stages(draft: DraftConfig, n_stages: int, n_layers: int) -> DraftConfig:
+    """Returns a head as it decodes at a number of stages: its depth map is recomputed.
+
+    Raises:
+      ConfigError: a target of `n_layers` cannot be cut into as many.
+    """
+    if n_stages == draft.n_stages:
+        return draft
+    PipelineConfig(n_layers, n_stages)  # for its error
+    return dataclasses.replace(draft, n_stages=n_stages, stage_layers=None)
+
+
 def evaluate(
-    eval_step: EvalStep,
+    eval_steps: Sequence[EvalStep],
     teacher: Teacher,
     target_params: Any,
     params: Any,
     rows: Sequence[Row],
-    config: TrainConfig,
-) -> Figures:
+    sequence_len: int,
+    batch_tokens: int,
+) -> list[Figures]:
     """Scores held-out rows, all together ("all") and by the temperature they were written at.
 
+    The target runs once, whatever the number of steps: one head at several numbers of stages, say.
+
     Returns:
-      For each group, by fill 1..N (`*_by_fill`) and as means over fills: kl (forward, at
-      temperature 1, among the draft ids), loss (the training's own), agree_target, agree_text.
-      Once, since no fill changes them: n_scored, coverage, lookup. From `replay`: alpha and tau,
-      where a hit is the text's own token; lookup_alpha and lookup_tau; and acceptance and
-      acceptance_tau, those expected of sampling at temperature 1, with acceptance_by_fill.
+      Of each step, for each group, by fill 1..N (`*_by_fill`) and as means over fills: kl
+      (forward, at temperature 1, among the draft ids), loss (the step's own), agree_target,
+      agree_text. Once, since no fill changes them: n_scored, coverage, lookup. From `replay`:
+      alpha and tau, where a hit is the text's own token; lookup_alpha and lookup_tau; and
+      acceptance and acceptance_tau, those expected of sampling at temperature 1, with
+      acceptance_by_fill.
 
       On greedy text, alpha and tau are those of decoding (up to rounding, for heads whose training
       equals decoding: of one row type per depth, or of one layer). On sampled text they are those
       of a draft that proposes its best guess; acceptance is meant for text sampled at 1.
     """
-    totals: dict[str, dict[str, Any]] = {}
-    for members, batch in ordered_batches(rows, config.sequence_len, config.batch_tokens):
-        scores = jax.device_get(eval_step(target_params, params, teacher(batch)))
-        for b, row in enumerate(members):
-            sums = count_row(row, {name: x[..., b, :] for name, x in scores.items()})
-            for group in ("all", f"T={row.temperature:g}"):
-                total = totals.setdefault(group, {})
-                for name, value in sums.items():
-                    total[name] = total[name] + value if name in total else value
-    return {group: _rates(total) for group, total in totals.items()}
+    totals: list[dict[str, dict[str, Any]]] = [{} for _ in eval_steps]
+    for members, batch in ordered_batches(rows, sequence_len, batch_tokens):
+        taught = teacher(batch)
+        for eval_step, groups in zip(eval_steps, totals, strict=True):
+            scores = jax.device_get(eval_step(target_params, params, taught))
+            for b, row in enumerate(members):
+                sums = count_row(row, {name: x[..., b, :] for name, x in scores.items()})
+                for group in ("all", f"T={row.temperature:g}"):
+                    _add(groups.setdefault(group, {}), sums)
+    return [{group: _rates(total) for group, total in groups.items()} for groups in totals]
+
+
+def _add(total: dict[str, Any], sums: dict[str, Any]) -> None:
+    for name, value in sums.items():
+        total[name] = total[name] + value if name in total else value
 
 
 def _rates(total: dict[str, Any]) -> dict[str, Any]:

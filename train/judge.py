@@ -6,18 +6,17 @@ prompts are decoded.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import optax
 
 from spd_jax.checks import ConfigError
-from spd_jax.config import DraftConfig, PipelineConfig
+from spd_jax.config import DraftConfig
 from spd_jax.weights import LoadedTarget
 from train.config import TrainConfig
 from train.data import Row
-from train.evaluate import EvalStep, Figures, evaluate, make_eval_step
+from train.evaluate import Figures, at_stages, evaluate, make_eval_step
 from train.parallel import Devices, first_copy, one_device
 from train.teacher import Teacher
 from train.trial import Trial
@@ -41,10 +40,10 @@ class Judge:
         Raises:
           ConfigError: eval_stages or decode_tokens do not fit the target, or a decode its cut.
         """
-        for n in config.eval_stages:
-            PipelineConfig(target.config.n_layers, n)  # for its error, before hours of training
+        n_layers = target.config.n_layers
+        self._others = {str(n): at_stages(draft, n, n_layers) for n in config.eval_stages}
         self._config, self._target, self._target_params = config, target, target_params
-        self._draft, self._teacher, self._rows = draft, teacher, rows
+        self._teacher, self._rows = teacher, rows
         self._devices = devices or one_device()
         self._eval_step = make_eval_step(
             target.config, draft, config.scoring["loss"], config.temperature, self._devices
@@ -68,36 +67,37 @@ class Judge:
     def __call__(self, params: Any, position: int, is_last: bool) -> Figures:
         """Returns the figures of `evaluate`.
 
-        After the last batch also alpha_by_stages and tau_by_stages by `eval_stages`; in group
+        After the last update also alpha_by_stages and tau_by_stages by `eval_stages`; in group
         "all", where it is time, decode: what a true decode gave.
 
         Args:
           params: the draft's; they are read and not kept.
-          position: batches trained on.
+          position: updates made.
           is_last: the run ends here.
         """
         dtype = self._target_params["embed"]["weight"].dtype  # as it will decode
         params = optax.tree.cast(params, dtype)
-        figures = self._evaluate(self._eval_step, params)
-        if is_last:
-            for n in self._config.eval_stages:
-                self._add_stages(figures, params, n)
+        others = self._others if is_last else {}
+        steps = [
+            make_eval_step(self._target.config, draft, devices=self._devices)
+            for draft in others.values()
+        ]
+        figures, *found = evaluate(
+            [self._eval_step, *steps],
+            self._teacher,
+            self._target_params,
+            params,
+            self._rows,
+            self._config.sequence_len,
+            self._config.batch_tokens,
+        )
+        for n_stages, at_others in zip(others, found, strict=True):
+            for group, rates in at_others.items():
+                for name in ("alpha", "tau"):
+                    by_stages = figures[group].setdefault(f"{name}_by_stages", {})
+                    by_stages[n_stages] = rates[name]
         if self._trial:
             number = position // self._config.eval_every
             if is_last or number % self._config.decode_every == 0:
                 figures["all"]["decode"] = self._trial(first_copy(params))
         return figures
-
-    def _evaluate(self, eval_step: EvalStep, params: Any) -> Figures:
-        return evaluate(
-            eval_step, self._teacher, self._target_params, params, self._rows, self._config
-        )
-
-    def _add_stages(self, figures: Figures, params: Any, n_stages: int) -> None:
-        """Adds what the head accepts at another number of stages: its depth map is recomputed."""
-        other = dataclasses.replace(self._draft, n_stages=n_stages, stage_layers=None)
-        eval_step = make_eval_step(self._target.config, other, devices=self._devices)
-        for group, rates in self._evaluate(eval_step, params).items():
-            for name in ("alpha", "tau"):
-                by_stages = figures[group].setdefault(f"{name}_by_stages", {})
-                by_stages[str(n_stages)] = rates[name]

@@ -16,7 +16,7 @@ from spd_jax.pipeline.sizes import n_bytes
 from train.batches import make_batch
 from train.config import TrainConfig
 from train.optimizer import learning_rate, make_average, make_optimizer
-from train.parallel import target_ends
+from train.parallel import is_cut, target_ends
 from train.step import init_state, make_loss, make_train_step
 from train.teacher import run_target
 
@@ -51,12 +51,13 @@ def count_trainer(
     draft: DraftConfig,
     target_params: Any,
     draft_params: Any,
+    device_memory: float | None = None,
 ) -> TrainerBytes:
     """Traces the target's pass and the training step on parameter trees of shapes.
 
     Args:
       draft_params: in any dtype; the trainer keeps them in float32.
-
+      device_memory: bytes of a device, for `cut_target` None; None: unknown.
     Raises:
       ConfigError: the settings do not fit each other.
     """
@@ -89,7 +90,7 @@ def count_trainer(
         return 4 * n_logits * chunk_rows(best.size, n_logits)
 
     return TrainerBytes(
-        target=_target_bytes(config, target_params),
+        target=_target_bytes(config, target_params, device_memory),
         draft=n_bytes(state.params),
         optimizer=n_bytes(state.opt_state),
         average=n_bytes(state.average),
@@ -108,9 +109,9 @@ def rows_per_device(config: TrainConfig) -> int:
     return -(-(config.batch_tokens // config.sequence_len) // (config.devices or 1))
 
 
-def _target_bytes(config: TrainConfig, params: Any) -> int:
+def _target_bytes(config: TrainConfig, params: Any, device_memory: float | None) -> int:
     n_devices = config.devices or 1
-    if not config.cut_target or n_devices == 1:
+    if not is_cut(config.cut_target, n_devices, params, device_memory):
         return n_bytes(params)
     layers = [n_bytes(layer) for layer in params["layers"]]
     return n_bytes(params) // n_devices + max(layers) + n_bytes(target_ends(params))

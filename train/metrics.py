@@ -1,4 +1,4 @@
-"""metrics.jsonl, one JSON object a line, and the progress display."""
+"""metrics.jsonl, one JSON object a line, and the means that go into it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line, replace_file
+
+NAME = "metrics.jsonl"
 
 
 class MetricsFile:
@@ -114,57 +113,3 @@ class MeanMetrics:
         }
         self._start()
         return record
-
-
-class TrainProgress:
-    """A live bar on a terminal; elsewhere one plain line per record."""
-
-    def __init__(self, n_steps: int, step: int, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
-        self._n_steps = n_steps
-        columns = (
-            TextColumn("training"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(),
-        )
-        self._bar = None
-        if self._console.is_terminal:
-            self._bar = Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("training", total=n_steps, completed=step, figures="")
-
-    def __enter__(self) -> TrainProgress:
-        if self._bar:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar:
-            self._bar.stop()
-
-    def advance(self, step: int) -> None:
-        """Moves the bar to a step."""
-        if self._bar:
-            self._bar.update(self._task, completed=step)
-
-    def show(self, record: dict[str, Any]) -> None:
-        """Shows the figures of a training record."""
-        figures = (
-            f"loss {record['loss']:.3f}  accuracy {record['accuracy']:.3f}  coverage "
-            f"{record['coverage']:.3f}  {record['tokens_per_second']:.0f} tok/s "
-            f"({record['scored_per_second']:.0f} scored)"
-        )
-        if self._bar:
-            self._bar.update(self._task, figures=figures)
-        else:
-            seconds_left = (self._n_steps - record["step"]) * record["seconds_per_step"]
-            minutes = f"{seconds_left / 60:.0f} min left"
-            self.say(f"step {record['step']}/{self._n_steps}  {figures}  {minutes}")
-
-    def say(self, line: str) -> None:
-        """Prints a line above the bar."""
-        if self._bar:
-            self._console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=self._console.file, flush=True)

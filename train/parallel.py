@@ -108,12 +108,24 @@ def find_devices(n_devices: int | None, cut_target: bool | None, params: Any) ->
         raise ConfigError(
             f"one process trains on all its devices; {jax.process_count()} are not supported yet"
         )
-    if cut_target is None:
-        memory = (there[0].memory_stats() or {}).get("bytes_limit")
-        needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))
-        cut_target = memory is not None and needed > FITS * memory
+    memory = (there[0].memory_stats() or {}).get("bytes_limit")
     mesh = jax.make_mesh((wanted,), (AXIS,), (AxisType.Auto,), devices=there[:wanted])
-    return Devices(mesh, cut_target and wanted > 1)
+    return Devices(mesh, is_cut(cut_target, wanted, params, memory))
+
+
+def is_cut(cut_target: bool | None, n_devices: int, params: Any, memory: float | None) -> bool:
+    """Returns whether the target is cut over the devices.
+
+    Args:
+      cut_target: as the settings say; None: where it would fill more than half of a device.
+      params: the target's, or their shapes; memory: bytes of a device, None where unknown.
+    """
+    if n_devices == 1:
+        return False
+    if cut_target is not None:
+        return cut_target
+    needed = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(params))
+    return memory is not None and needed > FITS * memory
 
 
 def one_device() -> Devices:

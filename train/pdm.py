@@ -25,37 +25,30 @@ import optax
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import run, say
-from spd_jax.config import DraftConfig, refuse_v10
-from spd_jax.models.distill import kept_states
-from spd_jax.models.draft import (
-    check_grows,
-    check_pair,
-    check_row_types,
-    grow_params,
-    init_params,
-)
-from spd_jax.weights import LoadedTarget, load_draft_file, load_target_files
+from spd_jax.config import DraftConfig
+from spd_jax.models.draft import grow_params, init_params
+from spd_jax.weights import LoadedTarget, load_target_files
 from spd_jax.weights.files import sole_writer
 from train.batches import training_batches
 from train.chats import ChatReader
-from train.checkpoint import checkpoint_numbers, restore_latest
+from train.checkpoint import restore_latest
 from train.config import MOST, TrainConfig, parse_config
 from train.data import Corpus, last_answers, read_corpus
 from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
 from train.evaluate import describe_figures
 from train.judge import Judge
-from train.metrics import MeanMetrics, MetricsFile, TrainProgress
+from train.metrics import NAME as METRICS_NAME
+from train.metrics import MeanMetrics, MetricsFile
+from train.opening import open_run
 from train.optimizer import learning_rate, make_average, make_optimizer, read_average
 from train.parallel import Devices, find_devices
+from train.progress import TrainProgress
 from train.publish import save_run_head
-from train.record import NAME as RECORD_NAME
-from train.record import read_record, recorded_start, write_record
 from train.saver import Judged, Saver
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest
 from train.teacher import StateCache, Teacher
 from train.tensorboard import EventFile
-from train.vocabulary import check_same_ids, run_draft_ids
 
 PROG = "python -m train.pdm"
 MAX_SKIPPED = 20  # updates in a row without a valid position: something is wrong with the data
@@ -113,13 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(this: Run) -> tuple[TrainState, int]:
     """Runs the training loop; returns the last state, which is saved, and the planned updates."""
     config = this.config
-    batches, n_epoch = training_batches(
-        this.corpus.rows,
-        config.sequence_len,
-        config.batch_tokens,
-        config.seed,
-        packing=config.packing,
-    )
+    batches, n_epoch = batches_of(config, this.corpus)
     n_steps = planned_updates(config, n_epoch)
     schedule = learning_rate(config, n_steps)
     optimizer, average = make_optimizer(config, schedule), make_average(config)
@@ -206,6 +193,17 @@ def make_update(
     return update
 
 
+def batches_of(config: TrainConfig, corpus: Corpus) -> tuple[Sequence[dict[str, np.ndarray]], int]:
+    """Returns the batches of a run by number, and how many make an epoch."""
+    return training_batches(
+        corpus.rows,
+        config.sequence_len,
+        config.batch_tokens,
+        config.seed,
+        packing=config.packing,
+    )
+
+
 def planned_updates(config: TrainConfig, n_epoch: int) -> int:
     """Returns the updates of a run whose epoch has `n_epoch` batches."""
     n_steps = config.steps or math.ceil(config.epochs * n_epoch / config.accumulate)
@@ -221,7 +219,7 @@ def open_logs(
     this: Run, position: int, stack: contextlib.ExitStack
 ) -> list[MetricsFile | EventFile]:
     """Opens what the figures go to, for a run that goes on at `position`."""
-    logs = [stack.enter_context(MetricsFile(this.workdir / "metrics.jsonl", position))]
+    logs = [stack.enter_context(MetricsFile(this.workdir / METRICS_NAME, position))]
     if this.config.tensorboard:
         logs.append(stack.enter_context(EventFile(this.workdir / "tensorboard", position)))
     return logs
@@ -282,65 +280,12 @@ def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -
     return corpus
 
 
-def open_run(
-    config: TrainConfig, target: LoadedTarget, corpus: Corpus
-) -> tuple[TrainConfig, DraftConfig, tuple[DraftConfig, Any] | None]:
-    """Returns the settings, the draft to train and the head to begin from, and records the run.
-
-    A run that is in `workdir` already goes on with its draft, from its last checkpoint.
-    """
-    workdir, start = Path(config.workdir), None
-    draft = config.draft_config(target.config, None, target.sha256)
-    if checkpoint_numbers(workdir / "checkpoints"):
-        config, draft, notes = read_record(workdir, config, draft, corpus.sha256)
-        for note in notes:
-            say(f"note: {note}")
-        check_same_ids(config, draft, target)
-    else:
-        if (workdir / RECORD_NAME).exists():
-            say(f"note: the run in {workdir} has no checkpoint; it starts anew")
-            began_from = recorded_start(workdir)
-            if config.start_from is None and began_from is not None:
-                say(f"note: it starts from {began_from}, as before; give a new workdir if not")
-                config = dataclasses.replace(config, start_from=began_from)
-        start = None if config.start_from is None else read_start(config, target)
-        among = None if start is None else start[0].draft_ids
-        ids, mass = run_draft_ids(config, corpus.rows, target, among)
-        if ids is not None:
-            say(f"{len(ids)} draft ids cover {mass:.2%} of the scored training ids")
-            draft = dataclasses.replace(draft, draft_ids=ids)
-    check_pair(target.config, draft)
-    if start is not None:
-        check_grows(target.config, draft, start[0])
-    check_row_types(target.config, draft)
-    write_record(workdir, config, draft, corpus.sha256)
-    return config, draft, start
-
-
-def read_start(config: TrainConfig, target: LoadedTarget) -> tuple[DraftConfig, Any]:
-    """Returns the config and the parameters of the head to start from.
-
-    Raises:
-      ConfigError: it belongs to another target, or no run can go on from its kind.
-    """
-    draft, params, _ = load_draft_file(config.start_from, "float32")
-    refuse_v10(draft, f"start_from {config.start_from}", "trained further")
-    if draft.target_sha256 != target.sha256:
-        raise ConfigError(
-            f"start_from {config.start_from} belongs to the target with sha256 "
-            f"{draft.target_sha256}, {config.target} has {target.sha256}; give a head of this "
-            "target"
-        )
-    return draft, params
-
-
 def make_teacher(this: Run, corpus: Corpus) -> Teacher:
     """Returns the source of the target's outputs for a corpus, cached where the settings say."""
     target, cache = this.target, None
     if this.config.state_cache:
-        kept, width = kept_states(target.config, this.draft), target.config.d_model
-        dtype = this.target_params["embed"]["weight"].dtype
-        cache = StateCache(this.workdir / "states", corpus, kept, width, dtype, target.sha256)
+        states, dtype = this.workdir / "states", this.target_params["embed"]["weight"].dtype
+        cache = StateCache(states, corpus, target.config, this.draft, dtype, target.sha256)
         say(f"state cache: {cache.n_bytes / 1e9:.2f} GB, {cache.n_done} rows done")
     return Teacher(target.config, this.draft, this.target_params, corpus, cache, this.devices)
 

@@ -3,7 +3,7 @@
     python -m train.plot runs/smollm2_n5 runs/smollm2_n5_export --out curves.png
 
 metrics.jsonl of each run -> one panel per figure of the tables below that any run has. Figures that
-are not in a table are left out, and a table may name figures that no run has.
+are not in a table are left out.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import tyro
 from spd_jax.checks import ConfigError, is_number
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.weights.files import one_line, replace_file
+from train.metrics import NAME as METRICS_NAME
 
-METRICS_NAME = "metrics.jsonl"
-# Figure: label of its axis. Of training records, by batch.
+# Figure: label of its axis. Of training records, by update.
 TRAINING = {
-    "loss": "training loss (nats per position)",
+    "loss": "training loss (per position)",
     "accuracy": "training accuracy (share of positions)",
-    "alpha": "training alpha (accepted / verified)",
-    "tau": "training tau (x one device)",
 }
-# Of a group of held-out records, by batch.
+# Of a group of held-out records, by update.
 HELDOUT = {
-    "loss": "held-out loss (nats per position)",
+    "loss": "held-out loss (per position)",
     "kl": "held-out KL (nats per position)",
     "agree_target": "agreement with the target (share)",
     "agree_text": "agreement with the text (share)",
@@ -55,18 +53,16 @@ class Profile(NamedTuple):
 
     label: str
     x_label: str
-    first: int = 0  # what the first entry of a list stands for
 
 
 PROFILES = {
-    "loss_by_fill": Profile("held-out loss (nats per position)", "tokens in flight", 1),
-    "agree_target_by_fill": Profile("agreement with the target (share)", "tokens in flight", 1),
-    "agree_text_by_fill": Profile("agreement with the text (share)", "tokens in flight", 1),
-    "acceptance_by_fill": Profile("acceptance at T = 1 (share)", "tokens in flight", 1),
-    "kl_by_fill": Profile("held-out KL (nats per position)", "tokens in flight", 1),
+    "loss_by_fill": Profile("held-out loss (per position)", "tokens in flight"),
+    "agree_target_by_fill": Profile("agreement with the target (share)", "tokens in flight"),
+    "agree_text_by_fill": Profile("agreement with the text (share)", "tokens in flight"),
+    "acceptance_by_fill": Profile("acceptance at T = 1 (share)", "tokens in flight"),
+    "kl_by_fill": Profile("held-out KL (nats per position)", "tokens in flight"),
     "alpha_by_stages": Profile("held-out alpha (accepted / verified)", "stages"),
     "tau_by_stages": Profile("held-out tau (x one device)", "stages"),
-    "kl_by_depth": Profile("KL divergence (nats per position)", "stages completed", 0),
 }
 
 
@@ -184,15 +180,15 @@ def panels_of(runs: Sequence[RunCurves]) -> list[Panel]:
     panels = []
     for figure, label in TRAINING.items():
         lines = [Line(i, *_series(r.training, figure), is_noisy=True) for i, r in enumerate(runs)]
-        panels.append(Panel(label, "batches", lines))
+        panels.append(Panel(label, "updates", lines))
     for figure, label in HELDOUT.items():
         lines = [Line(i, *_series(r.heldout, figure)) for i, r in enumerate(runs)]
         if figure in BASELINES:
             baselines = [_series(run.heldout, BASELINES[figure]) for run in runs]
             lines += [Line(i, *series, is_baseline=True) for i, series in enumerate(baselines)]
-        panels.append(Panel(label, "batches", lines))
+        panels.append(Panel(label, "updates", lines))
     for figure, profile in PROFILES.items():
-        lines = [Line(i, *_last_profile(r, figure, profile.first)) for i, r in enumerate(runs)]
+        lines = [Line(i, *_last_profile(r, figure)) for i, r in enumerate(runs)]
         panels.append(Panel(profile.label, profile.x_label, lines))
     panels = [panel._replace(lines=[line for line in panel.lines if line.x]) for panel in panels]
     return [panel for panel in panels if any(not line.is_baseline for line in panel.lines)]
@@ -204,20 +200,19 @@ def _series(records: list[dict[str, Any]], figure: str) -> tuple[list[float], li
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _last_profile(run: RunCurves, figure: str, first: int) -> tuple[list[float], list[float]]:
+def _last_profile(run: RunCurves, figure: str) -> tuple[list[float], list[float]]:
     """What a list's entries stand for, and their values, as the run has it last."""
-    for records in (run.heldout, run.training):
-        for record in reversed(records):
-            pairs = _numbered(record.get(figure), first)
-            if pairs:
-                return [x for x, _ in pairs], [y for _, y in pairs]
+    for record in reversed(run.heldout):
+        pairs = _numbered(record.get(figure))
+        if pairs:
+            return [x for x, _ in pairs], [y for _, y in pairs]
     return [], []
 
 
-def _numbered(values: Any, first: int) -> list[tuple[int, float]]:
-    """The numbers of a list, or of an object whose names are numbers, with what each stands for."""
+def _numbered(values: Any) -> list[tuple[int, float]]:
+    """The numbers of a list, from 1, or of an object whose names are numbers, with their places."""
     if isinstance(values, list):
-        pairs = list(enumerate(values, first))
+        pairs = list(enumerate(values, 1))
     elif isinstance(values, dict):
         pairs = sorted((int(name), v) for name, v in values.items() if name.isdecimal())
     else:

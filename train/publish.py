@@ -37,13 +37,21 @@ COLUMNS = {
     "acceptance": "acceptance",
     "coverage": "coverage",
     "kl": "KL (nats)",
-    "loss": "loss (nats)",
+    "loss": "training loss",  # of the kind that the card names; not all of them are in nats
 }
 BY_FILL = {
     "agree_text_by_fill": "agreement with the text",
     "agree_target_by_fill": "with the target's choice",
     "acceptance_by_fill": "acceptance",
     "kl_by_fill": "KL (nats)",
+}
+LOSSES = {
+    "kl": "KL(target || draft)",
+    "reverse_kl": "KL(draft || target)",
+    "js": "Jensen-Shannon divergence",
+    "tv": "total variation",
+    "ce": "cross-entropy on the target's choice",
+    "hybrid": "KL(target || draft) and total variation",
 }
 BY_STAGES = {"alpha_by_stages": "alpha", "tau_by_stages": "tau"}
 
@@ -71,7 +79,7 @@ def save_run_head(
     """Writes directory/<position> in bfloat16.
 
     Args:
-      judged: the last held-out figures, and after how many batches they were taken.
+      judged: the last held-out figures, and after how many updates they were taken.
       corpora: what was trained on, and what was held out.
     Raises:
       ConfigError: the disk refuses.
@@ -98,8 +106,8 @@ def model_card(
     """Returns the card of a head (Markdown with YAML front matter).
 
     Args:
-      position: batches trained on.
-      judged: the last held-out figures by group, and after how many batches they were taken.
+      position: updates made.
+      judged: the last held-out figures by group, and after how many updates they were taken.
     """
     origin = origin or Origin()
     lines = [
@@ -176,9 +184,17 @@ def _architecture(draft: DraftConfig, target: TargetConfig | None) -> list[str]:
 
 
 def _training(position: int, config: TrainConfig) -> list[str]:
+    parts = "a batch" if config.accumulate == 1 else f"{config.accumulate} batches"
+    loss = LOSSES[config.loss]
+    if config.loss == "hybrid":
+        loss += f" ({config.tv_weight:g} of the latter)"
+    if config.temperature != 1:
+        loss += f", at temperature {config.temperature:g}"
+    if config.outside == "miss":
+        loss += ", the target's mass on other ids counted as lost"
     lines = [
-        f"{position} batches of up to {config.batch_tokens} tokens, distilled from the target: the "
-        "divergence between its distribution and the draft's over the draft ids"
+        f"{position} updates, each from {parts} of up to {config.batch_tokens} tokens",
+        f"distilled from the target over the draft ids; loss: {loss}",
     ]
     if config.start_from is not None:
         lines.append("begun from the weights of an earlier head, not from the target's layers")
@@ -236,17 +252,17 @@ def _figures(
     judged_at, groups = judged or (position, {})
     if not groups:
         return []
-    when = "" if judged_at == position else f" at batch {judged_at}"
+    when = "" if judged_at == position else f" at update {judged_at}"
     names = [name for name in COLUMNS if any(name in rates for rates in groups.values())]
     rows = [[group, *(_rate(rates.get(name)) for name in names)] for group, rates in groups.items()]
     lines = [
         "## Figures",
         "",
         f"On held-out text{when}, {config.eval_rows} rows at most, by the temperature it was "
-        "written at. Agreement, KL and loss are means over fills 1..N (tokens in flight); alpha "
-        "and tau are those of decoding replayed along the text, where the head proposes its best "
-        "guess; acceptance is the alpha expected of sampling at temperature 1. 2-gram lookup is "
-        "the baseline, on the same positions.",
+        "written at. Agreement, KL and training loss are means over fills 1..N (tokens in flight); "
+        "alpha and tau are those of decoding replayed along the text, where the head proposes its "
+        "best guess; acceptance is the alpha expected of sampling at temperature 1. 2-gram lookup "
+        "is the baseline, on the same positions.",
         "",
         *_table(["text", *(COLUMNS[name] for name in names)], rows),
         "",

@@ -63,6 +63,18 @@ def read_record(
     Raises:
       ConfigError: the settings ask for another draft than the record's.
     """
+    fields = _read_fields(workdir)
+    draft, old = from_fields(DraftConfig, fields["draft"], str(workdir / NAME)), fields["config"]
+    _check_draft(workdir, draft, fresh)
+    _check_settings(workdir, config, old, draft)
+    notes = _changes(config, old)
+    if fields.get("data_sha256") != data_sha256:
+        notes.insert(0, "the training data differ from the run's so far; the new ones are used")
+    return dataclasses.replace(config, start_from=old.get("start_from")), draft, notes
+
+
+def _read_fields(workdir: Path) -> dict[str, Any]:
+    """Returns the record as it was written, or raises ConfigError."""
     fields = read_json(workdir / NAME)
     if fields.get("version") != VERSION:
         raise ConfigError(
@@ -80,7 +92,10 @@ def read_record(
             f"{workdir / NAME}: its draft is not the one this run trains (draft_sha256 differs); "
             "put the file back as it was, or give a new workdir"
         )
-    draft = from_fields(DraftConfig, fields["draft"], str(workdir / NAME))
+    return fields
+
+
+def _check_draft(workdir: Path, draft: DraftConfig, fresh: DraftConfig) -> None:
     for field in dataclasses.fields(DraftConfig):
         before, now = getattr(draft, field.name), getattr(fresh, field.name)
         if field.name != "draft_ids" and before != now:
@@ -88,30 +103,38 @@ def read_record(
                 f"the run in {workdir} trains a draft with {field.name} {before}, the settings "
                 f"say {now}; change it back or give a new workdir"
             )
+
+
+def _check_settings(
+    workdir: Path, config: TrainConfig, old: dict[str, Any], draft: DraftConfig
+) -> None:
     n_ids = None if draft.draft_ids is None else len(draft.draft_ids)
     if config.draft_vocab is None and n_ids != config.draft_vocab_size:
+        name, before = "draft_vocab_size", n_ids
+        if old.get("draft_vocab") is not None:
+            name, before = "draft_vocab", old["draft_vocab"]
         raise ConfigError(
-            f"the run in {workdir} has draft_vocab_size {n_ids}, the settings say "
-            f"{config.draft_vocab_size}; change it back or give a new workdir"
+            f"the run in {workdir} has {name} {before}, the settings say {getattr(config, name)}; "
+            "change it back or give a new workdir"
         )
-    old, notes = fields["config"], []
     if config.ema != old.get("ema"):
         raise ConfigError(
             f"the run in {workdir} has ema {old.get('ema')}, the settings say {config.ema}; change "
             "it back or give a new workdir"
         )
-    if fields.get("data_sha256") != data_sha256:
-        notes.append("the training data differ from the run's so far; the new ones are used")
-    began_from = old.get("start_from")
-    if config.start_from not in (None, began_from):
+
+
+def _changes(config: TrainConfig, old: dict[str, Any]) -> list[str]:
+    """Returns lines about settings that differ from the record's and may."""
+    notes = []
+    if config.start_from not in (None, old.get("start_from")):
         notes.append("start_from is for a new run and is ignored: this one has begun")
-    config = dataclasses.replace(config, start_from=began_from)
     for name in ORDER_FIELDS + LOSS_FIELDS:
         before, now = old.get(name), getattr(config, name)
         if before != now:
             what = "batches come in another order" if name in ORDER_FIELDS else "this holds"
             notes.append(f"{name} was {before} and is {now}: {what} from here on")
-    return config, draft, notes
+    return notes
 
 
 def recorded_start(workdir: Path) -> str | None:

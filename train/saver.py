@@ -22,11 +22,14 @@ from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line, replace_file
 from train.checkpoint import UNFINISHED, checkpoint_numbers, read_notes, save_state, snapshot
 from train.config import TrainConfig
+from train.metrics import NAME as METRICS_NAME
+from train.record import NAME as RECORD_NAME
 from train.step import TrainState
 
 BEST_NAME = "best.json"
 # Of a killed `_discard`, head writer or `replace_file`, besides what Orbax leaves.
-LEFTOVER = re.compile(r"\.\d+\.(old|new-.*)|\.(best\.json|run\.json|metrics\.jsonl)\..+")
+REPLACED = "|".join(map(re.escape, (BEST_NAME, RECORD_NAME, METRICS_NAME)))
+LEFTOVER = re.compile(rf"\.\d+\.(old|new-.*)|\.({REPLACED})\..+")
 Judged = tuple[int, dict[str, Any]]  # held-out figures, and the position they were taken at
 WriteHead = Callable[[int, Any, Judged | None], None]  # position, parameters, last figures
 
@@ -43,6 +46,7 @@ class Saver:
         self._figures: dict[int, float | None] = {
             number: best_figure(config, number, read_notes(self._checkpoints, number))
             for number in checkpoint_numbers(self._checkpoints)
+            if number <= position  # later ones could not be read: no slot is theirs
         }
         self._pending: Future | None = None
         self._executor = ThreadPoolExecutor(1, "saver")
@@ -96,10 +100,9 @@ class Saver:
     def _tidy(self, position: int) -> None:
         """Leaves the saves up to `position` that are to be kept, and marks the best.
 
-        Later ones are of a longer run, or not readable: not ours to remove.
+        Later ones are of a longer run, or not readable: they go as the run passes them.
         """
-        figures = {n: figure for n, figure in self._figures.items() if n <= position}
-        newest, best = kept_numbers(figures, self._config.keep, self._config.keep_best)
+        newest, best = kept_numbers(self._figures, self._config.keep, self._config.keep_best)
         try:
             for directory in (self._checkpoints, self._heads):
                 _remove_leftovers(directory)
@@ -111,7 +114,7 @@ class Saver:
             raise ConfigError(
                 f"{self._checkpoints.parent}: cannot write there ({one_line(error)})"
             ) from None
-        for number in figures.keys() - newest - {*best}:
+        for number in self._figures.keys() - newest - {*best}:
             del self._figures[number]
 
     def _mark(self, best: int | None) -> None:

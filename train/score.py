@@ -9,7 +9,6 @@ the rows (alpha, tau) beside the 2-gram lookup, and what sampling at temperature
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -20,12 +19,12 @@ from rich.table import Table
 import spd_jax
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
-from spd_jax.config import DraftConfig, PipelineConfig, refuse_v10
-from spd_jax.weights.files import replace_file
+from spd_jax.config import refuse_v10
+from spd_jax.weights.files import check_writable, write_json
 from train.chats import ChatReader
-from train.config import TrainConfig
+from train.config import MOST
 from train.data import last_answers, read_corpus
-from train.evaluate import Figures, evaluate, make_eval_step
+from train.evaluate import Figures, at_stages, evaluate, make_eval_step
 from train.teacher import Teacher
 
 COLUMNS = {
@@ -58,7 +57,9 @@ class ScoreFlags:
     rows: int = 64
     """Rows used at most."""
     sequence_len: int = 256
-    """Longest row in tokens; longer rows are cut."""
+    """Longest row in tokens; what becomes of longer ones is said by overflow."""
+    overflow: Literal["cut", "discard"] = "cut"
+    """As in train.pdm."""
     batch_tokens: int = 512
     """Tokens scored at once."""
     thinking: bool | None = None
@@ -67,8 +68,12 @@ class ScoreFlags:
     """File for the figures."""
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ConfigError(f"rows must be at least 1, got {self.rows}")
+        for name, least in (("rows", 1), ("sequence_len", 2), ("batch_tokens", self.sequence_len)):
+            value, most = getattr(self, name), MOST.get(name)
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+            if most is not None and value > most:
+                raise ConfigError(f"{name} must be at most {most}, got {value}")
 
 
 def score_head(flags: ScoreFlags) -> dict[int, Figures]:
@@ -81,24 +86,25 @@ def score_head(flags: ScoreFlags) -> dict[int, Figures]:
     head = spd_jax.load_draft(flags.head, target)
     draft = head.config
     refuse_v10(draft, head.name, "scored here")
-    drafts = [_at(draft, n, target.config.n_layers) for n in flags.stages] or [draft]
-    config = TrainConfig(sequence_len=flags.sequence_len, batch_tokens=flags.batch_tokens)
+    counts = list(dict.fromkeys(flags.stages or (draft.n_stages,)))
+    drafts = [at_stages(draft, n, target.config.n_layers) for n in counts]
     reader = ChatReader(target.tokenizer, target.stop_ids, flags.thinking)
     corpus = read_corpus(
-        flags.data, target.config.vocab_size, flags.sequence_len, reader, config.overflow
+        flags.data, target.config.vocab_size, flags.sequence_len, reader, flags.overflow
     )
     for line in corpus.describe():
         say(line)
     corpus = last_answers(corpus)
-    rows = corpus.rows[: flags.rows]
-    found = {}
-    for one in drafts:
-        teacher = Teacher(target.config, one, target.params, corpus)
-        eval_step = make_eval_step(target.config, one)
-        figures = evaluate(eval_step, teacher, target.params, head.params, rows, config)
-        found[one.n_stages] = figures
-        say(f"{one.n_stages} stages done")
-    return found
+    found = evaluate(
+        [make_eval_step(target.config, one) for one in drafts],
+        Teacher(target.config, draft, target.params, corpus),
+        target.params,
+        head.params,
+        corpus.rows[: flags.rows],
+        flags.sequence_len,
+        flags.batch_tokens,
+    )
+    return dict(zip(counts, found, strict=True))
 
 
 def print_table(found: dict[int, Figures], console: Console) -> None:
@@ -113,20 +119,15 @@ def print_table(found: dict[int, Figures], console: Console) -> None:
     console.print(table)
 
 
-def _at(draft: DraftConfig, n_stages: int, n_layers: int) -> DraftConfig:
-    if n_stages == draft.n_stages:
-        return draft
-    PipelineConfig(n_layers, n_stages)  # for its error
-    return dataclasses.replace(draft, n_stages=n_stages, stage_layers=None)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     flags = parse_flags(ScoreFlags, "python -m train.score", argv)
+    if flags.json is not None:
+        check_writable(flags.json)
     found = score_head(flags)
     print_table(found, Console(highlight=False, width=140))
     if flags.json is not None:
-        replace_file(flags.json, (json.dumps(found, indent=2) + "\n").encode())
+        write_json(flags.json, found)
     return 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,19 +161,32 @@ def make_train_step(
     A fill is drawn for each batch, by a key that is folded from the number of the update and that
     of the batch within it. `settings` are those of `score_positions`.
     """
-    devices = devices or one_device()
-    loss_fn = make_loss(target, draft, **settings)
-
+    loss = make_loss(target, draft, **settings)
     # One branch a fill: the row types that play no part at it are left out.
     at_fill = [
-        jax.value_and_grad(functools.partial(loss_fn, fill=fill), has_aux=True)
+        jax.value_and_grad(functools.partial(loss, fill=fill), has_aux=True)
         for fill in range(1, draft.n_stages + 1)
     ]
+    return TrainStep(
+        _make_gradients(at_fill, expected_alpha, devices or one_device()),
+        jax.jit(lambda total, sums: jax.tree.map(jnp.add, total, sums), donate_argnums=0),
+        _make_update(optimizer, schedule, average),
+    )
+
+
+def _make_gradients(
+    at_fill: Sequence[Callable], expected_alpha: float | None, devices: Devices
+) -> Callable[..., Sums]:
+    """Returns the program of one batch, at a fill that it draws.
+
+    Args:
+      at_fill: (params, target's ends, batch) -> ((loss, counts), gradient), by fill from 1.
+    """
 
     @jax.jit
     def gradients(state: TrainState, number: jax.Array, ends: dict, batch: dict) -> Sums:
         key = jax.random.fold_in(state.key, state.step + state.skipped)
-        fill = draw_fill(jax.random.fold_in(key, number), draft.n_stages, expected_alpha)
+        fill = draw_fill(jax.random.fold_in(key, number), len(at_fill), expected_alpha)
         specs = devices.target_specs(ends)
 
         def work(params: Any, fill: jax.Array, ends: dict, batch: dict) -> Any:
@@ -186,9 +199,15 @@ def make_train_step(
         grads, counts = over_devices(state.params, fill, ends, batch)
         return Sums(grads, counts, fill, jnp.ones((), jnp.int32))
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def add(total: Sums, sums: Sums) -> Sums:
-        return jax.tree.map(jnp.add, total, sums)
+    return gradients
+
+
+def _make_update(
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    average: optax.GradientTransformation | None,
+) -> Callable[[TrainState, Sums], tuple[TrainState, dict]]:
+    """Returns the program that ends a step: it moves the parameters, or counts that it did not."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def update(state: TrainState, sums: Sums) -> Any:
@@ -222,4 +241,4 @@ def make_train_step(
             **metrics,
         }
 
-    return TrainStep(gradients, add, update)
+    return update

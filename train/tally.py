@@ -34,6 +34,10 @@ class Tally:
         """Records of which something was used."""
         return self.n_records - self.n_skipped
 
+    def place(self, number: int) -> str:
+        """Returns where a row is: "file.jsonl:4", "file.parquet:row 4"."""
+        return f"{self.path}:{number if row_unit(self.path) == 'line' else f'row {number}'}"
+
     def skip(self, number: int, reason: str) -> None:
         """Counts a record that cannot be used."""
         count, numbers = self.reasons.get(reason, (0, []))

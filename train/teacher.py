@@ -87,10 +87,15 @@ def run_target(
     hidden = model.hidden_states(target, params, input_ids, segments)
     states = jnp.stack([hidden[b] for b in kept_states(target, draft)], axis=2)
     best = jnp.zeros(input_ids.shape, jnp.int32)
-    if draft.draft_ids is not None:
+    if needs_choices(draft):
         scored = scored_positions(labels, segments)
         best = best.at[:, :-1].set(target_choices(target, params, hidden[-1], scored))
     return jnp.where(segments[..., None, None] > 0, states, 0), best
+
+
+def needs_choices(draft: DraftConfig) -> bool:
+    """Whether it matters which id the target chooses: the draft may lack it."""
+    return draft.draft_ids is not None
 
 
 def teacher_outputs(
@@ -116,8 +121,8 @@ class StateCache:
         self,
         directory: Path,
         corpus: Corpus,
-        kept: tuple[int, ...],
-        width: int,
+        target: TargetConfig,
+        draft: DraftConfig,
         dtype: Any,
         target_sha256: str,
     ) -> None:
@@ -127,13 +132,13 @@ class StateCache:
           ConfigError: the disk has no room for them.
         """
         scored = hashlib.sha256(b"".join(row.scored_mask.tobytes() for row in corpus.rows))
-        identity = repr(
-            (corpus.sha256, scored.hexdigest(), target_sha256, kept, str(jnp.dtype(dtype)))
-        )
+        data, kept = (corpus.sha256, scored.hexdigest()), kept_states(target, draft)
+        made = target_sha256, kept, str(jnp.dtype(dtype)), needs_choices(draft)
+        identity = repr((*data, *made))
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._starts = np.cumsum([0, *(len(row.ids) for row in corpus.rows)])
         n_tokens = int(self._starts[-1])
-        shape = (n_tokens, len(kept), width)
+        shape = (n_tokens, len(kept), target.d_model)
         self.n_bytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / f"{name}.{part}" for part in ("states", "best", "done")]

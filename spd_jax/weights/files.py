@@ -85,6 +85,27 @@ def replace_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
+def check_writable(path: Path) -> None:
+    """Raises ConfigError where `path`, which `--json` gave, cannot become a file."""
+    parent = path.parent
+    is_other = path.exists() and not path.is_file()  # a folder, a device
+    if is_other or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--json must name a file in an existing, writable folder, got {path}")
+
+
+def write_json(path: Path, record: Any) -> None:
+    """Writes the file that `--json` gave, whole or not at all.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    try:
+        replace_file(path, (json.dumps(record, indent=1) + "\n").encode())
+    except OSError as error:
+        reason = one_line(error.strerror or error)
+        raise ConfigError(f"cannot write {path}: {reason}; change --json") from None
+
+
 @contextlib.contextmanager
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Holds a lock file, made where it lacks; the system drops the lock of a killed process.

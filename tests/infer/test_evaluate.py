@@ -119,12 +119,3 @@ def test_a_prompt_beyond_the_context_is_named_by_line_before_anything_runs(tmp_p
     monkeypatch.setattr(evaluate, "evaluate_batch", None)
     with pytest.raises(ConfigError, match="p.jsonl:2: prompt of 4108 tokens .* context of 4096"):
         evaluate.main([*TINY, "--skip-bf16", "--batch-size", "1", "--prompts", str(path)])
-
-
-def test_json_is_written_whole_or_not_at_all(tmp_path):
-    with pytest.raises(ConfigError, match="--json"):
-        evaluate.write_json(tmp_path / "absent" / "out.json", {})
-    path = tmp_path / "out.json"
-    evaluate.write_json(path, {"alpha": 0.5})
-    assert json.loads(path.read_text()) == {"alpha": 0.5}
-    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]

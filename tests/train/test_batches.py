@@ -31,6 +31,16 @@ def test_labels_are_the_scored_ids():
 
 def test_lengths_are_multiples_of_64_up_to_the_longest():
     assert [bucket_len(n, 160) for n in (1, 64, 65, 128, 129, 160)] == [64, 64, 128, 128, 160, 160]
+    assert [bucket_len(n, 1000) for n in (1, 128, 129, 896, 897)] == [128, 128, 256, 896, 1000]
+
+
+@pytest.mark.parametrize("longest", [2, 63, 256, 512, 513, 1000, 2048, 5000])
+def test_there_are_few_lengths_and_each_holds_its_rows(longest):
+    lens = np.arange(1, longest + 1)
+    padded = np.array([bucket_len(int(n), longest) for n in lens])
+    assert len({*padded.tolist()}) <= 8
+    assert (padded >= lens).all() and padded[-1] == longest
+    assert (padded - lens).max() < max(64, longest / 8 + 64)  # and padding stays small
 
 
 def test_an_epoch_holds_every_row_once_and_differs_from_the_next():

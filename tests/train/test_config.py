@@ -11,6 +11,7 @@ from spd_jax.commandline import run
 from spd_jax.weights import load_target_config, load_target_files
 from train import configs
 from train.config import TrainConfig, config_names, named_config, parse_config
+from train.dry_run import DryRunConfig
 
 PROG = "python -m train.pdm"
 
@@ -21,6 +22,14 @@ def test_every_config_file_is_a_valid_record():
         assert isinstance(config, TrainConfig)
         text = importlib.import_module(f"train.configs.{module.name}").__doc__
         assert f"--config {module.name}" in text  # the header holds the command
+
+
+def test_every_config_has_rows_to_evaluate_on_and_says_how_they_are_made():
+    for name in {*config_names()} - {"tiny_n4"}:  # it only tries the trainer
+        config, text = named_config(name), importlib.import_module(f"train.configs.{name}").__doc__
+        assert config.heldout_data and not {*config.heldout_data} & {*config.train_data}
+        for path in (*config.train_data, *config.heldout_data):
+            assert f"--out {path}" in " ".join(text.split())
 
 
 def test_fields_are_overridden_on_the_command_line():
@@ -84,7 +93,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
         ({"decode_tokens": 0}, "decode_tokens must be at least 1"),
         ({"train_data": ()}, "train_data must name one place or more"),
         ({"heldout_data": (3,)}, "heldout_data must be a path or several"),
-        ({"overflow": "split"}, "overflow must be cut or discard, got 'split'"),
+        ({"tv_weight": 1.5}, "tv_weight must be from 0 to 1"),
         ({"packing": True, "state_cache": True}, "packing and state_cache exclude each other"),
         ({"draft_vocab": "v.json", "draft_vocab_size": 9}, "draft_vocab_size exclude each other"),
         ({"ema": 1.0}, "ema must be between 0 and 1"),
@@ -100,6 +109,20 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
 def test_values_that_cannot_be_are_errors(fields, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(**fields)
+
+
+CHOICES = ("overflow", "dtype", "feature_norm", "head", "init", "schedule", "loss", "outside")
+CHOICES += ("mask_mode", "best_by")
+
+
+@pytest.mark.parametrize("cls", [TrainConfig, DryRunConfig])
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_that_a_config_file_misspells_is_an_error(cls, name):
+    """No command line stands between: a config is Python."""
+    (default,) = (field.default for field in dataclasses.fields(cls) if field.name == name)
+    for wrong in (default[:-1], default.upper(), None):
+        with pytest.raises(ConfigError, match=f"{name} must be .*{default}.*, got {wrong!r}"):
+            cls(**{name: wrong})
 
 
 def test_a_config_error_ends_a_main_with_one_line_and_code_2(capsys):

@@ -143,6 +143,21 @@ def test_the_backward_estimate_is_near_what_the_compiler_allocates():
     assert 0.7 < plan.trainer.backward / allocated < 1.3
 
 
+def test_the_trainer_cuts_the_target_where_the_run_would():
+    """As `find_devices` decides: by the memory where the settings leave it open."""
+    fields = named_config("tiny_n4")
+    fields = {f.name: getattr(fields, f.name) for f in dataclasses.fields(fields)}
+    config = dry_run.DryRunConfig(**fields | {"devices": 4})
+    params = model.param_shapes(TINY_CONFIG, jnp.float32)
+    whole = sum(4 * x.size for x in jax.tree.leaves(params))
+    counted = []
+    for cut, size in ((None, None), (None, 1.9 * whole), (None, 2.1 * whole), (True, None)):
+        one = dataclasses.replace(config, cut_target=cut, device_memory=size and size / dry_run.GIB)
+        counted.append(dry_run.make_plan(one).trainer.target)
+    assert counted[0] == counted[2] == whole
+    assert counted[1] == counted[3] < whole
+
+
 def test_a_dry_run_writes_nothing_and_says_no_limit_was_given(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert pdm.main(["--dry-run", "--config", "tiny_n4"]) == 0

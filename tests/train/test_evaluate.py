@@ -16,7 +16,6 @@ from spd_jax.models.draft import init_params
 from tests.expected import expected_cycles
 from tests.random_models import full_config, make_draft, make_prompt, make_target
 from train.batches import make_batch
-from train.config import TrainConfig
 from train.data import Corpus, Row
 from train.evaluate import count_row, describe_figures, evaluate, lookup_hits, make_eval_step
 from train.teacher import Teacher
@@ -41,12 +40,12 @@ def test_lookup_is_counted_on_all_written_ids_but_the_first(ids, n_prompt, expec
 
 
 def test_figures_agree_with_a_count_by_hand(small, corpus):
-    config = TrainConfig(sequence_len=24, batch_tokens=96)
     draft = dataclasses.replace(small.draft, draft_ids=None)
     params = init_params(small.target, draft, small.target_params, jax.random.key(4))
     teacher = Teacher(small.target, draft, small.target_params, corpus)
     eval_step = make_eval_step(small.target, draft)
-    figures = evaluate(eval_step, teacher, small.target_params, params, corpus.rows, config)
+    args = teacher, small.target_params, params, corpus.rows
+    (figures,) = evaluate([eval_step], *args, 24, 96)
     assert list(figures) == ["all", "T=0", "T=0.7"]
     n_scored = [figures[group]["n_scored"] for group in figures]
     assert n_scored[0] == n_scored[1] + n_scored[2] == sum(len(r.ids) - 5 for r in corpus.rows)
@@ -62,7 +61,6 @@ def test_figures_agree_with_a_count_by_hand(small, corpus):
 
 def test_a_draft_that_copies_the_target_agrees_everywhere(small, corpus, monkeypatch):
     # A draft that returns the target's last state through the target's head is the target.
-    config = TrainConfig(sequence_len=24, batch_tokens=96)
     draft = dataclasses.replace(small.draft, draft_ids=None, head="target")
     monkeypatch.setattr(
         "train.evaluate.draft_outputs",
@@ -70,7 +68,8 @@ def test_a_draft_that_copies_the_target_agrees_everywhere(small, corpus, monkeyp
     )
     teacher = Teacher(small.target, draft, small.target_params, corpus)
     eval_step = make_eval_step(small.target, draft)
-    figures = evaluate(eval_step, teacher, small.target_params, {}, corpus.rows, config)
+    args = teacher, small.target_params, {}, corpus.rows
+    (figures,) = evaluate([eval_step], *args, 24, 96)
     assert figures["all"]["agree_target_by_fill"] == [1.0] * draft.n_stages
     assert figures["all"]["loss"] == pytest.approx(0, abs=1e-6)
     assert figures["all"]["acceptance_by_fill"] == pytest.approx([1.0] * draft.n_stages, abs=1e-5)
@@ -94,13 +93,12 @@ def softmax(x):
 
 def test_every_figure_is_its_definition(small, corpus):
     """KL, the training loss and acceptance position by position, for a draft of some ids."""
-    config = TrainConfig(sequence_len=24, batch_tokens=96)
     rows, draft = corpus.rows[:5], dataclasses.replace(small.draft, n_layers=2)
     ids = np.array(draft.draft_ids)
     params = init_params(small.target, draft, small.target_params, jax.random.key(4))
     teacher = Teacher(small.target, draft, small.target_params, corpus)
     eval_step = make_eval_step(small.target, draft, LossConfig("tv", "miss"), 2.0)
-    got = evaluate(eval_step, teacher, small.target_params, params, rows, config)["all"]
+    got = evaluate([eval_step], teacher, small.target_params, params, rows, 24, 96)[0]["all"]
     batch = make_batch(rows, len(rows), 24)
 
     @jax.jit
@@ -167,13 +165,12 @@ def test_replayed_greedy_text_costs_what_a_true_decode_does():
         results.append(spd_jax.decode(target, draft, prompt, **options))
         ids = np.array([*prompt, *results[-1].tokens], np.int32)
         rows.append(Row(ids, np.arange(45) >= 5, 0.0, number))
-    config = TrainConfig(sequence_len=64, batch_tokens=128)
     teacher = Teacher(target.config, draft.config, target.params, Corpus(tuple(rows), ""))
     eval_step = make_eval_step(target.config, draft.config)
 
     def figures_of(rows):
-        args = eval_step, teacher, target.params, draft.params, rows, config
-        return evaluate(*args)["T=0"]
+        args = teacher, target.params, draft.params, rows, 64, 128
+        return evaluate([eval_step], *args)[0]["T=0"]
 
     for row, result in zip(rows, results, strict=True):
         assert result.cycles == expected_cycles(4, result.accepted)

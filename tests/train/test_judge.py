@@ -76,10 +76,8 @@ def test_other_stage_counts_are_those_of_a_head_with_as_many(small, corpus, judg
         assert list(last[group]["alpha_by_stages"]) == ["2", "4"]
     other = dataclasses.replace(small.draft, n_stages=2)
     teacher = Teacher(small.target, other, small.target_params, corpus)
-    figures = evaluate(
-        make_eval_step(small.target, other), teacher, small.target_params, judged[1], corpus.rows,
-        SETTINGS,
-    )  # fmt: skip
+    steps = [make_eval_step(small.target, other)]
+    (figures,) = evaluate(steps, teacher, small.target_params, judged[1], corpus.rows, 24, 96)
     for group, rates in figures.items():
         assert last[group]["alpha_by_stages"]["2"] == rates["alpha"]
         assert last[group]["tau_by_stages"]["2"] == rates["tau"]

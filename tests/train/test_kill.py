@@ -7,5 +7,5 @@ from tests.kill_and_resume import kill_and_resume
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_killed_twice_ends_as_one_never_killed(tmp_path):
-    assert kill_and_resume(tmp_path, n_kills=2, seed=1) == 0
+def test_a_run_killed_in_each_way_ends_as_one_never_killed(tmp_path):
+    assert kill_and_resume(tmp_path, n_kills=3, seed=1) == 0

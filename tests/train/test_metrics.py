@@ -1,13 +1,11 @@
 """The metrics file survives kills without a duplicate step; means are weighted by positions."""
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from spd_jax.checks import ConfigError
-from train.metrics import MeanMetrics, MetricsFile, TrainProgress
+from train.metrics import MeanMetrics, MetricsFile
 
 
 def read(path):
@@ -64,19 +62,3 @@ def test_means_are_weighted_by_valid_positions():
     ratio = record["scored_per_second"] / record["tokens_per_second"]
     assert ratio == pytest.approx(0.4)
     assert window.take()["n_valid"] == 0  # each interval starts anew
-
-
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_progress_shows_the_figures(is_terminal):
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=is_terminal, width=160)
-    figures = {"loss": 1.5, "accuracy": 0.25, "coverage": 0.9, "seconds_per_step": 60.0}
-    speeds = {"tokens_per_second": 120.0, "scored_per_second": 80.0}
-    with TrainProgress(40, 0, console) as progress:
-        progress.advance(10)
-        progress.show({"step": 10, **figures, **speeds})
-        progress.say("a line")
-    text = out.getvalue()
-    words = ["10/40", "loss 1.500", "accuracy 0.250", "coverage 0.900", "120 tok/s", "a line"]
-    assert all(word in text for word in words)
-    assert is_terminal or "30 min left" in text

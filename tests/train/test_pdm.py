@@ -287,8 +287,8 @@ def test_evaluations_and_decodes_leave_training_as_it_is(data, whole_run, tmp_pa
     assert "identical to plain decoding" in (tmp_path / "heads" / "12" / "README.md").read_text()
 
 
-def test_a_finished_run_started_again_does_nothing(data, whole_run, capsys):
-    workdir, state = whole_run
+def test_a_finished_run_started_again_does_nothing(data, whole_run, tmp_path, capsys):
+    workdir, state = shutil.copytree(whole_run[0], tmp_path / "run"), whole_run[1]
     before = (workdir / "metrics.jsonl").read_bytes()
     for expected, got in zip(state, run_main(argv(data, workdir)), strict=True):
         np.testing.assert_array_equal(got, expected)
@@ -311,10 +311,20 @@ def test_a_run_is_not_resumed_with_another_draft(data, whole_run, more, message)
     assert "give a new workdir" in str(error.value)
 
 
+def test_a_run_with_ids_of_a_file_is_resumed_with_that_file_alone(data, whole_run, tmp_path):
+    workdir = shutil.copytree(whole_run[0], tmp_path / "run")
+    record = json.loads((workdir / "run.json").read_text())
+    record["config"] |= {"draft_vocab": "ids.json", "draft_vocab_size": None}
+    (workdir / "run.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match="has draft_vocab ids.json, the settings say None; "):
+        pdm.main(argv(data, workdir, "--draft-vocab-size", "None"))
+
+
 def test_what_changes_at_a_resume_is_said(data, whole_run, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     other.write_text(data.read_text().splitlines(keepends=True)[0] * 4)
-    assert pdm.main(argv(other, whole_run[0], "--lr", "0.5", "--seed", "3")) == 0
+    workdir = shutil.copytree(whole_run[0], tmp_path / "run")
+    assert pdm.main(argv(other, workdir, "--lr", "0.5", "--seed", "3")) == 0
     err = capsys.readouterr().err
     assert "note: the training data differ" in err
     assert "note: lr was 0.001 and is 0.5: this holds from here on" in err

@@ -39,7 +39,7 @@ def panels(*runs, group="all"):
 def test_curves_are_the_records_by_step(tmp_path):
     run = write_run(tmp_path / "a", heldout(4, agree_target=0.75), training(4), training(2))
     drawn = panels(run, write_run(tmp_path / "b", training(3), heldout(6)))
-    (first, second) = drawn["training loss (nats per position)"].lines
+    (first, second) = drawn["training loss (per position)"].lines
     assert (first.run, first.x, first.y) == (0, [2, 4], [1.5, 0.75])
     assert (second.run, second.x, second.y) == (1, [3], [1.0])
     target = drawn["agreement with the target (share)"]
@@ -56,12 +56,11 @@ def test_a_profile_is_the_last_one_there_is(tmp_path):
         heldout(2),
         heldout(4, agree_text_by_fill=[0.6, None, 0.3]),
         {"step": 6, "heldout": {"all": {"loss": 1.0}}},
-        training(6, kl_by_depth=[3.0, 2.0]),
+        training(6),
     )
-    fills = plot.panels_of(plot.read_runs([run], "all"))[-2:]
-    assert [p.x_label for p in fills] == ["tokens in flight", "stages completed"]
-    assert (fills[0].lines[0].x, fills[0].lines[0].y) == ([1, 3], [0.6, 0.3])
-    assert (fills[1].lines[0].x, fills[1].lines[0].y) == ([0, 1], [3.0, 2.0])
+    fills = plot.panels_of(plot.read_runs([run], "all"))[-1]
+    assert fills.x_label == "tokens in flight"
+    assert (fills.lines[0].x, fills.lines[0].y) == ([1, 3], [0.6, 0.3])
 
 
 def test_figures_by_stages_and_of_decodes_are_drawn(tmp_path):
@@ -80,7 +79,7 @@ def test_figures_by_stages_and_of_decodes_are_drawn(tmp_path):
     )
     assert (by_stages.lines[0].x, by_stages.lines[0].y) == ([4, 16], [0.5, 0.25])
     alpha = plot.panels_of(plot.read_runs([run], "all"))
-    (alpha,) = [p for p in alpha if p.label.startswith("held-out alpha") and p.x_label == "batches"]
+    (alpha,) = [p for p in alpha if p.label.startswith("held-out alpha") and p.x_label == "updates"]
     assert [(line.is_baseline, line.y) for line in alpha.lines] == [(False, [0.5]), (True, [0.25])]
 
 
@@ -94,16 +93,16 @@ def test_unknown_and_broken_records_are_tolerated(tmp_path):
     run = write_run(tmp_path / "a", *odd, training(7), tail='{"step": 8, "loss": 1')
     drawn = panels(run)
     assert list(drawn) == [
-        "training loss (nats per position)",
+        "training loss (per position)",
         "training accuracy (share of positions)",
     ]
-    assert drawn["training loss (nats per position)"].lines[0].x == [7]
+    assert drawn["training loss (per position)"].lines[0].x == [7]
 
 
 def test_another_group_can_be_drawn(tmp_path):
     run = write_run(tmp_path / "a", training(2), heldout(2))
     drawn = panels(run, group="T=0")
-    assert drawn["held-out loss (nats per position)"].lines[0].y == [1.0]
+    assert drawn["held-out loss (per position)"].lines[0].y == [1.0]
     assert "agreement with the text (share)" not in drawn
     with pytest.raises(ConfigError, match="no held-out group 'T=1'; there are T=0, all"):
         panels(run, group="T=1")

@@ -1,11 +1,12 @@
 """Model cards: valid front matter, and every figure and setting that a user of a head asks for."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 from huggingface_hub import ModelCard
 
-from spd_jax.config import DraftConfig
+from spd_jax.config import DraftConfig, LossName
 from train.config import TrainConfig, named_config
 from train.publish import Origin, command_line, hub_id, model_card
 
@@ -33,7 +34,7 @@ def test_a_card_says_when_its_figures_were_taken():
     assert first["text"] == "all" and first["agreement with the text"] == "0.500"
     assert (first["2-gram lookup"], first["positions"]) == ("0.125", "7,000")
     assert second["agreement with the text"] == "0.750"
-    assert "On held-out text at batch 5, 64 rows" in model_card(
+    assert "On held-out text at update 5, 64 rows" in model_card(
         9, config, DRAFT, (5, {"all": RATES})
     )
     assert "held-out" not in model_card(9, config, DRAFT, None)
@@ -41,14 +42,14 @@ def test_a_card_says_when_its_figures_were_taken():
 
 def test_new_and_missing_figures_are_tolerated():
     groups = {
-        "all": RATES | {"kl_by_depth": [1.0], "new": "?", "tau": 1.5, "agree_text_by_fill": [0.5]},
+        "all": RATES | {"new_by_fill": [1.0], "new": "?", "tau": 1.5, "agree_text_by_fill": [0.5]},
         "T=0": {"n_scored": 3},
     }
     card = model_card(9, named_config("tiny_n4"), DRAFT, (9, groups))
     first, second = table_rows(card, "text")
     assert first["tau"] == "1.500" and second["tau"] == second["2-gram lookup"] == "-"
     assert table_rows(card, "by tokens in flight")[0]["1"] == "0.500"
-    assert "kl_by_depth" not in card
+    assert "new" not in card.split("## Figures")[1].split("## Use")[0]
 
 
 def test_other_stage_counts_and_a_true_decode_are_told():
@@ -61,6 +62,30 @@ def test_other_stage_counts_and_a_true_decode_are_told():
     card = model_card(9, named_config("tiny_n4"), DRAFT, (9, {"all": RATES | {"decode": decode}}))
     assert "3,000 cycles for 2,560 tokens: alpha 0.500, tau -; the text was identical" in card
     assert "in 3 of 4." in card
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "- 9 updates, each from a batch of up to 512 tokens\n"),
+        ({"accumulate": 32}, "- 9 updates, each from 32 batches of up to 512 tokens\n"),
+        ({}, "over the draft ids; loss: KL(target || draft)\n"),
+        ({"loss": "ce"}, "loss: cross-entropy on the target's choice\n"),
+        ({"loss": "hybrid", "tv_weight": 0.25, "temperature": 2.0}, "total variation (0.25 of the "
+         "latter), at temperature 2\n"),
+        ({"loss": "tv", "outside": "miss"}, "loss: total variation, the target's mass on other ids "
+         "counted as lost\n"),
+    ],
+)  # fmt: skip
+def test_a_card_tells_updates_and_the_loss_they_lower(fields, words):
+    card = model_card(9, TrainConfig(**fields), DRAFT, (9, {"all": RATES | {"loss": 0.5}}))
+    assert words in card
+    assert table_rows(card, "text")[0]["training loss"] == "0.500"
+
+
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_every_loss_has_words(loss):
+    assert model_card(9, TrainConfig(loss=loss), DRAFT, None)
 
 
 def test_front_matter_is_what_the_hub_reads():

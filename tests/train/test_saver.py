@@ -101,13 +101,30 @@ def test_a_saver_that_goes_on_knows_the_figures_of_before(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
-def test_saves_of_later_updates_are_not_removed(tmp_path):
+def test_saves_of_later_updates_are_not_removed_until_the_run_passes_them(tmp_path):
     folder = Folder(tmp_path, keep=1, keep_best=0)
     with folder.saver() as saver:
         save_all(saver, {9: None})
     with folder.saver(2) as saver:
         save_all(saver, {3: None, 4: None})
     assert folder.numbers() == [4, 9]
+    with folder.saver(4) as saver:
+        save_all(saver, {8: None, 10: None})
+    assert folder.numbers() == [10]
+
+
+def test_a_save_that_could_not_be_read_takes_no_place_of_a_good_one(tmp_path):
+    with Folder(tmp_path, keep=3).saver() as saver:
+        save_all(saver, {3: 0.2, 6: 0.1, 7: 0.9})
+    folder = Folder(tmp_path, keep=2, keep_best=1)
+    with folder.saver(6) as saver:  # 7 was damaged: the run goes on from 6
+        assert json.loads((tmp_path / "best.json").read_text())["position"] == 3
+        save_all(saver, {9: 0.1})
+        saver.wait()
+        assert folder.numbers() == [3, 6, 9]
+        save_all(saver, {12: 0.1})
+    assert folder.numbers() == [3, 9, 12]
+    assert json.loads((tmp_path / "best.json").read_text())["position"] == 3
 
 
 def test_what_is_written_is_the_state_at_the_save_and_the_caller_does_not_wait(tmp_path):

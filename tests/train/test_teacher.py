@@ -12,7 +12,6 @@ from spd_jax.checks import ConfigError
 from spd_jax.models.distill import (
     count_scores,
     distillation_loss,
-    kept_states,
     mean_metrics,
     score_positions,
 )
@@ -22,9 +21,9 @@ from train.batches import make_batch
 from train.teacher import StateCache, Teacher, teacher_outputs
 
 
-def open_cache(directory, small, corpus, sha256="aa"):
-    kept = kept_states(small.target, small.draft)
-    return StateCache(directory, corpus, kept, small.target.d_model, np.float32, sha256)
+def open_cache(directory, small, corpus, sha256="aa", draft=None):
+    draft = draft or small.draft
+    return StateCache(directory, corpus, small.target, draft, np.float32, sha256)
 
 
 @pytest.mark.parametrize("head", ["own", "target"])
@@ -78,6 +77,21 @@ def test_another_target_or_other_data_never_share_a_cache(small, corpus, tmp_pat
     assert open_cache(tmp_path, small, corpus, sha256="bb").n_done == 0
     changed = dataclasses.replace(corpus, sha256="0" * 64)
     assert open_cache(tmp_path, small, changed).n_done == 0
+
+
+def test_a_draft_of_some_ids_never_reads_the_choices_that_one_of_all_ids_left_out(
+    small, corpus, tmp_path
+):
+    batch = make_batch(corpus.rows[:2], n_rows=2, length=24)
+    found = []
+    for ids in (None, small.draft.draft_ids):
+        draft = dataclasses.replace(small.draft, draft_ids=ids)
+        cache = open_cache(tmp_path, small, corpus, draft=draft)
+        assert cache.n_done == 0
+        found.append(Teacher(small.target, draft, small.target_params, corpus, cache)(batch))
+    plain = Teacher(small.target, small.draft, small.target_params, corpus)(batch)
+    np.testing.assert_array_equal(found[1]["best"], plain["best"])
+    assert np.any(found[1]["best"]) and not np.any(found[0]["best"])
 
 
 def test_a_disk_that_fills_while_blocks_are_claimed_leaves_no_cache(

@@ -2,6 +2,8 @@
 
     python -m train.prepare --target Qwen/Qwen3.5-4B --dtype bfloat16 --prompts chats.jsonl \\
         --answer-tokens 768 --rows 100000 --out data/qwen4b.jsonl
+    python -m train.prepare --target Qwen/Qwen3.5-4B --dtype bfloat16 --prompts others.jsonl \\
+        --answer-tokens 768 --rows 512 --seed 1 --out data/qwen4b_heldout.jsonl
     python -m train.pdm --config qwen4b_n4
 
 Not yet run: there are no figures to expect. Planned for one device of 80 GB to train on and five to

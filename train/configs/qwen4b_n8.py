@@ -2,6 +2,8 @@
 
     python -m train.prepare --target Qwen/Qwen3.5-4B --dtype bfloat16 --prompts chats.jsonl \\
         --answer-tokens 768 --rows 100000 --out data/qwen4b.jsonl
+    python -m train.prepare --target Qwen/Qwen3.5-4B --dtype bfloat16 --prompts others.jsonl \\
+        --answer-tokens 768 --rows 512 --seed 1 --out data/qwen4b_heldout.jsonl
     python -m train.pdm --config qwen4b_n8
 
 Not yet run: there are no figures to expect. Planned for one device of 80 GB to train on and nine to
@@ -23,6 +25,7 @@ def get_config() -> TrainConfig:
         target="Qwen/Qwen3.5-4B",
         dtype="bfloat16",
         train_data="data/qwen4b.jsonl",
+        heldout_data="data/qwen4b_heldout.jsonl",
         workdir="runs/qwen4b_n8",
         n_stages=8,
         anchors=(0, 8, 16, 24, 31),  # row types of depths 0 to 8: 0 0 1 1 2 2 3 3 4
@@ -38,6 +41,7 @@ def get_config() -> TrainConfig:
         schedule="linear",
         clip_norm=1.0,
         b2=0.95,
-        log_every=20,
-        save_every=1000,
+        log_every=10,
+        eval_every=50,  # updates of 64 rows: some thirty evaluations in an epoch of 100,000
+        save_every=50,
     )

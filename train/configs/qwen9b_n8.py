@@ -2,6 +2,8 @@
 
     python -m train.prepare --target Qwen/Qwen3.5-9B --dtype bfloat16 --prompts chats.jsonl \\
         --answer-tokens 768 --rows 100000 --out data/qwen9b.jsonl
+    python -m train.prepare --target Qwen/Qwen3.5-9B --dtype bfloat16 --prompts others.jsonl \\
+        --answer-tokens 768 --rows 512 --seed 1 --out data/qwen9b_heldout.jsonl
     python -m train.pdm --config qwen9b_n8
 
 Not yet run: there are no figures to expect. Planned for one device of 80 GB to train on and nine to
@@ -22,5 +24,6 @@ def get_config() -> TrainConfig:
         qwen4b_n8.get_config(),
         target="Qwen/Qwen3.5-9B",
         train_data="data/qwen9b.jsonl",
+        heldout_data="data/qwen9b_heldout.jsonl",
         workdir="runs/qwen9b_n8",
     )
