@@ -26,7 +26,7 @@ import spd_jax
 from spd_jax import ConfigError, Target
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.prompts import checked_prompt_ids
-from spd_jax.weights.files import file_sha256, one_line, sole_writer
+from spd_jax.weights.files import check_out, file_sha256, one_line, sole_writer
 from train.dialogues import OpenChat, answer_chats, open_chat, read_chat_prompts, self_written
 from train.progress import RoundProgress
 from train.sources import find_files
@@ -157,8 +157,8 @@ def resume(config: PrepareConfig, settings: str) -> int:
     n_rounds = end = offset = 0
     for line in content.splitlines(keepends=True):
         offset += len(line)
-        if not line.endswith(b"\n") and line.startswith(OWN_START[: len(line)]):
-            break  # cut short by a kill
+        if _is_cut_short(line):
+            break
         try:
             row = json.loads(line)
             same = (row["settings"], row["round"]) == (settings, n_rounds)
@@ -170,7 +170,7 @@ def resume(config: PrepareConfig, settings: str) -> int:
                 f"{config.out} holds rows that these settings did not write; give another --out "
                 "or the settings it was started with"
             )
-        if ends_round:
+        if ends_round and line.endswith(b"\n"):  # a whole row may have lost its line end
             n_rounds, end = n_rounds + 1, offset
     if end < len(content):
         try:
@@ -178,6 +178,19 @@ def resume(config: PrepareConfig, settings: str) -> int:
         except OSError as error:
             raise ConfigError(f"{config.out}: cannot write ({one_line(error)})") from None
     return n_rounds
+
+
+def _is_cut_short(line: bytes) -> bool:
+    """Whether a line may be a row of ours that a kill cut: one that is whole JSON is not."""
+    if line.endswith(b"\n") or not line.startswith(OWN_START[: len(line)]):
+        return False
+    try:
+        json.JSONDecoder().raw_decode(line.decode(errors="ignore"))
+    except json.JSONDecodeError:
+        return True
+    except (ValueError, RecursionError):  # absurd numbers, absurd nesting
+        return False
+    return False
 
 
 def settings_digest(config: PrepareConfig, target_sha256: str) -> str:
@@ -213,8 +226,7 @@ def read_open_chats(target: Target, config: PrepareConfig) -> list[OpenChat]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     config = parse_flags(PrepareConfig, "python -m train.prepare", argv)
-    if config.out.is_dir():
-        raise ConfigError(f"--out must name a file, got the folder {config.out}")
+    check_out(config.out)
     target = spd_jax.load_target(config.target, config.dtype, thinking=config.thinking)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")

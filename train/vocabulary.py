@@ -19,10 +19,11 @@ from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.config import DraftConfig
 from spd_jax.weights import LoadedTarget, load_target_files
-from spd_jax.weights.files import read_json, replace_file
+from spd_jax.weights.files import check_out, read_json, replace_file
 from train.chats import ChatReader
 from train.config import TrainConfig
 from train.data import Row, read_corpus
+from train.sources import find_files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +167,29 @@ def read_draft_ids(path: str | Path, vocab_size: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def check_replaceable(out: Path, data: Sequence[str]) -> None:
+    """Raises ConfigError where a draft vocabulary file at `out` would cost anything but its like.
+
+    Args:
+      data: where the ids are counted.
+    """
+    check_out(out)
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out must name a file in an existing folder, got {out}")
+    if not out.exists():
+        return
+    if any(path.exists() and path.samefile(out) for path in find_files(data)):
+        raise ConfigError(f"--out {out} is one of the files of --data; give another --out")
+    try:
+        fields = read_json(out)
+    except ConfigError:
+        fields = {}
+    if not isinstance(fields.get("token_ids"), list) or "draft_vocab_size" not in fields:
+        raise ConfigError(
+            f"--out {out} is there and is no draft vocabulary; give another --out or remove it"
+        )
+
+
 def write_vocabulary(
     path: Path,
     ids: Sequence[int],
@@ -202,8 +226,7 @@ def write_vocabulary(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     flags = parse_flags(VocabularyFlags, "python -m train.vocabulary", argv)
-    if flags.out.is_dir() or not flags.out.parent.is_dir():
-        raise ConfigError(f"--out must name a file in an existing folder, got {flags.out}")
+    check_replaceable(flags.out, flags.data)
     target = load_target_files(flags.target)
     reader = ChatReader(target.tokenizer, target.stop_ids, flags.thinking)
     corpus = read_corpus(flags.data, target.config.vocab_size, reader=reader)

@@ -116,8 +116,10 @@ def load_draft_file(
       ConfigError: nothing usable there.
     """
     from spd_jax.weights import heads, reference_head
+    from spd_jax.weights.files import found_at
 
     path = Path(source)
+    found_at(path)  # one line where the system cannot look there
     if path.is_dir():
         if (path / heads.CONFIG_NAME).is_file():
             return heads.load_head_dir(path, dtype)

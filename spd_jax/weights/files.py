@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,9 +63,38 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def found_at(path: Path) -> os.stat_result | None:
+    """Returns what has a path that a person gave (a link itself); None where nothing has it.
+
+    Raises:
+      ConfigError: the system cannot tell: the name is too long, or nobody may look there.
+    """
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        shown = one_line(str(path))[:80]
+        raise ConfigError(f"{shown}: {error.strerror}; give another path") from None
+
+
+def check_out(path: Path, flag: str = "--out") -> None:
+    """Raises ConfigError where `path`, which a flag gave, is what no file may take the place of."""
+    found = found_at(path)
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        kind = "folder" if stat.S_ISDIR(found.st_mode) else "link or device"
+        raise ConfigError(f"{flag} must name a file, got the {kind} {path}")
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yields a file to write; when all went well, it takes the name `path` at once."""
+    """Yields a file to write; when all went well, it takes the name `path` at once.
+
+    Raises:
+      OSError: the disk refuses, or the name is that of a folder, a device or a link.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise FileExistsError(errno.EEXIST, "not a regular file", str(path))
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(handle, "wb") as file:
@@ -88,7 +119,8 @@ def replace_file(path: Path, content: bytes) -> None:
 def check_writable(path: Path) -> None:
     """Raises ConfigError where `path`, which `--json` gave, cannot become a file."""
     parent = path.parent
-    is_other = path.exists() and not path.is_file()  # a folder, a device
+    found = found_at(path)
+    is_other = found is not None and not stat.S_ISREG(found.st_mode)  # a folder, a device, a link
     if is_other or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--json must name a file in an existing, writable folder, got {path}")
 

@@ -67,12 +67,13 @@ def load_reference_head(path: str | Path, dtype: str) -> tuple[AnyDraftConfig, d
         config, tensors = read_json(source), TensorFile(path)
     else:
         source = path
-        config, tensors = _open_pickle(path)
+        config, tensors = open_pickle(path)
     version, names = reference_config.version_of(config, source), _strip_prefixes(tensors.names)
     return _assemble(version, config, source, names, tensors, to)
 
 
-def _open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
+def open_pickle(path: Path) -> tuple[dict[str, Any], _PickledTensors]:
+    """Returns the settings and the tensors of a head.pt; ConfigError where it is none."""
     whole = load_torch_zip(path)
     state = whole.get("state_dict") if isinstance(whole, dict) else None
     config = whole.get("config") if isinstance(whole, dict) else None

@@ -20,11 +20,11 @@ from spd_jax.config import AnyDraftConfig, DraftConfig, PipelineConfig, TargetCo
 from spd_jax.models.draft import DEFAULT_D_FF, mlp_width
 from spd_jax.weights import keymaps
 from spd_jax.weights.directories import whole_directory
-from spd_jax.weights.files import one_line, replacing
+from spd_jax.weights.files import check_out, found_at, one_line, replacing
 from spd_jax.weights.heads import draft_sizes
 from spd_jax.weights.loaded import run_dtype
-from spd_jax.weights.reference_config import FALLBACK
-from spd_jax.weights.reference_head import CONFIG_NAME, TENSORS_NAME
+from spd_jax.weights.reference_config import FALLBACK, version_of
+from spd_jax.weights.reference_head import CONFIG_NAME, TENSORS_NAME, open_pickle
 from spd_jax.weights.torch_zip import save_torch_zip
 
 VERSION = 11
@@ -118,10 +118,29 @@ def _check_free(path: Path, replace: bool) -> None:
             f"{path}: give a name that ends in .pt, or a directory: it gets {TENSORS_NAME} beside "
             f"{CONFIG_NAME}"
         )
-    if path.exists() and not replace:
+    is_there = found_at(path) is not None
+    if is_there and not replace:
         raise ConfigError(f"{path} is there already; give another place, or say --replace")
     if path.suffix == ".pt" and path.is_dir():
         raise ConfigError(f"{path} is a directory; give another place")
+    if path.suffix == ".pt" and is_there:
+        check_out(path, "the head")
+        _check_head(path)
+
+
+def _check_head(path: Path) -> None:
+    """Raises ConfigError unless a file is a head of this version: nothing else is replaced."""
+    try:
+        fields, _ = open_pickle(path)
+        found = version_of(fields, path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path}: not replaced, it is no head ({one_line(error)}); give another place"
+        ) from None
+    if found != VERSION:
+        raise ConfigError(
+            f"{path}: not replaced, it is a head of version {found}; give another place"
+        )
 
 
 def _tensors(

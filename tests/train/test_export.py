@@ -1,6 +1,7 @@
 """The export command, from a head directory to files that load again."""
 
 import dataclasses
+import io
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from spd_jax.config import TargetConfig
 from spd_jax.models.draft import check_row_types, init_params
 from spd_jax.weights import load_draft_file
 from spd_jax.weights.heads import save_head
-from spd_jax.weights.torch_zip import load_torch_zip
+from spd_jax.weights.torch_zip import load_torch_zip, save_torch_zip
 from train import export
 from train.config import named_config
 from train.publish import model_card
@@ -65,6 +66,33 @@ def test_the_target_is_named_by_the_card_or_the_flag(head, tmp_path, capsys):
         assert named() == ""
         assert "names no base_model" in capsys.readouterr().err
         (head / "README.md").write_text(before)
+
+
+def test_only_a_head_is_replaced(head, tmp_path, capsys):
+    out = tmp_path / "x.pt"
+    argv = [str(head), str(out), "--replace"]
+    export.main(argv)
+    written = out.read_bytes()
+    v12 = io.BytesIO()
+    save_torch_zip(v12, {"state_dict": {}, "config": {"version": 12}})
+    for content, why in (
+        (b"precious", "it is no head"),
+        (b"", "it is no head"),
+        (v12.getvalue(), "it is a head of version 12"),
+    ):
+        out.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"x.pt: not replaced, {why}"):
+            export.main(argv)
+        assert out.read_bytes() == content
+    out.write_bytes(written)
+    assert export.main(argv) == 0 and out.read_bytes() == written
+
+
+def test_a_name_that_cannot_be_is_one_line(head, tmp_path):
+    for argv in (["x" * 300, str(tmp_path / "x.pt")], [str(head), str(tmp_path / ("x" * 300))]):
+        with pytest.raises(ConfigError, match="File name too long|/x+: .*give another") as caught:
+            export.main(argv)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):

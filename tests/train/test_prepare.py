@@ -96,6 +96,22 @@ def test_foreign_rows_and_other_settings_lose_nothing(written, tmp_path):
     assert written.read_bytes() == before
 
 
+def test_a_chat_file_without_its_last_line_end_is_not_taken_for_a_cut_row(written, tmp_path):
+    chat = json.dumps({"messages": [{"role": "user", "content": "precious"}]}).encode()
+    first_round = b"".join(written.read_bytes().splitlines(keepends=True)[:2])
+    out = tmp_path / "p.jsonl"
+    for before, last in (
+        (b"", chat),
+        (first_round, chat),
+        (b"", chat + b" {"),
+        (chat + b"\n", b"{"),
+    ):
+        out.write_bytes(before + last)
+        with pytest.raises(ConfigError, match="did not write"):
+            prepare.main(["--out", str(out), "--rows", "4", *FLAGS])
+        assert out.read_bytes() == before + last
+
+
 def test_only_one_process_writes_a_file(written, tmp_path):
     out = tmp_path / "rows.jsonl"
     with (
@@ -110,6 +126,8 @@ def test_only_one_process_writes_a_file(written, tmp_path):
     ("flags", "line"),
     [
         (["--out", "."], "--out must name a file"),
+        (["--out", "/dev/full"], "--out must name a file, got the link or device /dev/full"),
+        (["--out", "x" * 256], "x: File name too long; give another path"),
         (["--out", "/proc/nowhere/rows.jsonl"], "cannot write there"),
     ],
 )

@@ -98,6 +98,29 @@ def test_the_command_writes_what_it_counted(tmp_path, capsys):
         vocabulary.main([*flags, "--size", "2", "--out", str(tmp_path / "no" / "vocab.json")])
 
 
+def test_only_a_vocabulary_file_is_replaced(tmp_path):
+    data = write(tmp_path / "rows.jsonl", {"text": "aab"})
+    other = write(tmp_path / "other.json", {"token_ids": "mine"})
+    link = tmp_path / "link.json"
+    link.symlink_to(write(tmp_path / "vocab.json", PUBLISHED))
+    for out, message in (
+        (data, "is one of the files of --data"),
+        (other, "is there and is no draft vocabulary"),
+        (link, "got the link or device"),
+        (tmp_path, "got the folder"),
+        ("/dev/full", "got the link or device"),
+        ("x" * 256, "File name too long"),
+    ):
+        before = {p: p.read_bytes() for p in tmp_path.iterdir()}
+        with pytest.raises(ConfigError, match=message):
+            vocabulary.main(
+                ["--target", "tiny", "--data", str(tmp_path / "*.jsonl"), "--size", "2"]
+                + ["--out", str(out)]
+            )
+        assert {p: p.read_bytes() for p in tmp_path.iterdir()} == before
+    vocabulary.check_replaceable(tmp_path / "vocab.json", [str(data)])
+
+
 def test_a_run_takes_its_ids_from_the_file_and_goes_on_with_the_same_ones_only(tmp_path):
     path = write(tmp_path / "vocab.json", PUBLISHED)
     config = TrainConfig(draft_vocab=str(path))
