@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tyro
 
-from spd_jax.checks import ConfigError, is_number
+from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
-from spd_jax.weights.files import one_line, replace_file
+from spd_jax.weights.files import check_out, found_at, one_line, replace_file
 from train.metrics import NAME as METRICS_NAME
 
 # Figure: label of its axis. Of training records, by update.
@@ -46,6 +47,8 @@ BASELINES = {  # drawn dashed beside the figure
     "alpha": "lookup_alpha",
     "tau": "lookup_tau",
 }
+N_DIGITS = 9  # of the names of a profile's figures
+LARGEST = 1e30  # of what is drawn: the axes of larger numbers overflow
 
 
 class Profile(NamedTuple):
@@ -113,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(flags.out)
     if out.suffix != ".png":
         raise ConfigError(f"--out must end in .png, got {flags.out!r}")
+    check_out(out)
     curves = read_runs(flags.runs, flags.group)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +133,8 @@ def read_runs(paths: Sequence[str], group: str) -> list[RunCurves]:
     Raises:
       ConfigError: one has no metrics, or no figure to draw.
     """
+    for path in paths:
+        found_at(Path(path))  # one line where the system cannot look there
     files = [Path(p) / METRICS_NAME if Path(p).is_dir() else Path(p) for p in paths]
     names = [file.resolve().parent.name for file in files]
     names = [n if names.count(n) == 1 else p for n, p in zip(names, paths, strict=True)]
@@ -170,9 +176,14 @@ def _records(file: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and is_number(record.get("step")):
+        if isinstance(record, dict) and _is_drawable(record.get("step")):
             records.append(record)
     return sorted(records, key=lambda record: record["step"])
+
+
+def _is_drawable(value: Any) -> bool:
+    """Whether a value of JSON is a number that axes can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def panels_of(runs: Sequence[RunCurves]) -> list[Panel]:
@@ -196,8 +207,8 @@ def panels_of(runs: Sequence[RunCurves]) -> list[Panel]:
 
 def _series(records: list[dict[str, Any]], figure: str) -> tuple[list[float], list[float]]:
     """The steps and values of the records that have a figure."""
-    pairs = [(r["step"], r[figure]) for r in records if is_number(r.get(figure))]
-    return [x for x, _ in pairs], [y for _, y in pairs]
+    pairs = [(r["step"], r[figure]) for r in records if _is_drawable(r.get(figure))]
+    return [float(x) for x, _ in pairs], [float(y) for _, y in pairs]
 
 
 def _last_profile(run: RunCurves, figure: str) -> tuple[list[float], list[float]]:
@@ -214,10 +225,11 @@ def _numbered(values: Any) -> list[tuple[int, float]]:
     if isinstance(values, list):
         pairs = list(enumerate(values, 1))
     elif isinstance(values, dict):
-        pairs = sorted((int(name), v) for name, v in values.items() if name.isdecimal())
+        known = {n: v for n, v in values.items() if n.isdecimal() and len(n) <= N_DIGITS}
+        pairs = sorted(((int(n), v) for n, v in known.items()), key=lambda pair: pair[0])
     else:
         pairs = []
-    return [(x, y) for x, y in pairs if is_number(y)]
+    return [(x, float(y)) for x, y in pairs if _is_drawable(y)]
 
 
 def draw(names: Sequence[str], panels: Sequence[Panel]) -> bytes:
@@ -242,10 +254,14 @@ def draw(names: Sequence[str], panels: Sequence[Panel]) -> bytes:
         axes.grid(alpha=0.3)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    handles = [Line2D([], [], color=f"C{i % 10}", label=name) for i, name in enumerate(names)]
+    handles = [Line2D([], [], color=f"C{i % 10}", label="run") for i in range(len(names))]
     if any(line.is_baseline for panel in panels for line in panel.lines):
         handles.append(Line2D([], [], color="0.3", linestyle="--", label="2-gram lookup"))
-    figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)))
+    legend = figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)))
+    # A label would be left out where it begins with "_", and be read as mathematics between "$".
+    for text, name in zip(legend.get_texts(), names, strict=False):
+        text.set_parse_math(False)
+        text.set_text(os.fsencode(name).decode(errors="replace"))
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=130)
     return file.getvalue()

@@ -154,13 +154,19 @@ def _parquet(path: Path) -> Iterator[Record]:
                     f"{path}: expected one of the columns {', '.join(COLUMNS)}, got "
                     f"{', '.join(file.schema_arrow.names)[:200]}"
                 )
+            twice = [name for name in names if file.schema_arrow.names.count(name) > 1]
+            if twice:
+                raise ConfigError(f"{path}: has two columns {twice[0]}; drop one of them")
             for batch in file.iter_batches(PARQUET_BATCH, columns=names):
                 for i in range(batch.num_rows):
                     number += 1
                     try:
                         value = {name: batch.column(name)[i].as_py() for name in names}
-                    except (ValueError, pyarrow.ArrowException):
+                    except UnicodeDecodeError:
                         yield Record(number, None, "not UTF-8")
+                    # A time out of range or of an unknown zone, a field that is there twice.
+                    except (ValueError, OverflowError, LookupError, pyarrow.ArrowException):
+                        yield Record(number, None, "a value that Python has no form for")
                     else:
                         yield Record(number, value)
     except pyarrow.ArrowException as error:

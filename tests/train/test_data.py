@@ -52,6 +52,18 @@ def test_a_bad_row_is_skipped_and_counted_with_its_line(tmp_path, row, reason):
     assert line == (f"{path}: 2 rows, 6 tokens, 4 scored; 2 skipped: 2 {reason} (lines 3, 5)")
 
 
+def test_parquet_that_python_cannot_hold_is_skipped_or_refused(tmp_path):
+    path = tmp_path / "times.parquet"
+    times = pa.array([0, 2**62], pa.int64()).cast(pa.timestamp("us"))
+    ids = pa.array([GOOD["input_ids"]] * 2)
+    pq.write_table(pa.table({"input_ids": ids, "text": times}), path)
+    (line,) = read_corpus(path, 64, 8).describe()
+    assert "1 rows" in line and "1 a value that Python has no form for (row 2)" in line
+    pq.write_table(pa.Table.from_arrays([ids, ids], ["input_ids", "input_ids"]), path)
+    with pytest.raises(ConfigError, match="times.parquet: has two columns input_ids"):
+        read_corpus(path, 64, 8)
+
+
 @pytest.mark.parametrize("wrong", [64, -1, 10**300])
 def test_an_id_beyond_the_vocabulary_is_an_error_that_names_the_line(tmp_path, wrong):
     path = write(tmp_path / "rows.jsonl", GOOD, {**GOOD, "input_ids": [1, 2, wrong]})

@@ -99,6 +99,35 @@ def test_unknown_and_broken_records_are_tolerated(tmp_path):
     assert drawn["training loss (per position)"].lines[0].x == [7]
 
 
+def test_absurd_numbers_are_left_out(tmp_path):
+    records = [training(1, loss=1e308), training(2, loss=-1e308), training(3, loss=10**400)]
+    records += [
+        {"step": 10**400, "loss": 1.0},
+        training(4),
+        training(5, loss=1e30),
+        training(6, loss=-1e30),
+    ]
+    stages = {"9" * 4000: 0.5, "4": None, "04": 0.25, "8": 10**400, "16": 0.5}
+    run = write_run(tmp_path / "a", *records, heldout(4, alpha_by_stages=stages))
+    (line,) = panels(run)["training loss (per position)"].lines
+    assert line.x == [4, 5, 6]
+    (line,) = plot.panels_of(plot.read_runs([run], "all"))[-1].lines
+    assert (line.x, line.y) == ([4, 16], [0.25, 0.5])
+    assert plot.main([run, "--out", str(tmp_path / "curves.png")]) == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_run_is_shown_whatever_its_name(tmp_path, monkeypatch):
+    from matplotlib.text import Text
+
+    shown, draw = set(), Text.draw
+    monkeypatch.setattr(Text, "draw", lambda self, r: (shown.add(self.get_text()), draw(self, r)))
+    names = ["$x_{y$", "_under", "b\udce9"]
+    runs = [write_run(tmp_path / name, training(1)) for name in names]
+    assert plot.main([*runs, "--out", str(tmp_path / "curves.png")]) == 0
+    assert {"$x_{y$", "_under", "b\ufffd"} <= shown
+
+
 def test_another_group_can_be_drawn(tmp_path):
     run = write_run(tmp_path / "a", training(2), heldout(2))
     drawn = panels(run, group="T=0")
@@ -147,6 +176,9 @@ def test_mistakes_are_one_line(tmp_path):
         ([], "at least one run"),
         ([good, "--out", str(tmp_path / "x.pdf")], "must end in .png"),
         ([good, "--out", good + "/metrics.jsonl/x.png"], "cannot write the plot"),
+        ([good, "--out", "x" * 256 + ".png"], "x: File name too long"),
+        ([good, "--out", "x" * 245 + ".png"], "cannot write the plot"),
+        (["x" * 256], "x: File name too long"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             plot.main(argv)
