@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ ROLES = {
     "assistant": "assistant", "gpt": "assistant", "model": "assistant", "chatgpt": "assistant",
     "bot": "assistant",
 }  # fmt: skip
+MAX_RENDERED = 2**25  # characters of one chat; each of its answers renders what is before it
+TURN_COST = 64  # characters that rendering a turn is worth besides its own
 Turns = list[dict[str, str]]  # {"role", "content"}, and "reasoning_content" where it is given
 
 
@@ -47,12 +50,17 @@ class ChatReader:
     stop_ids: tuple[int, ...] = ()
     thinking: bool | None = None  # as in `spd_jax.load_target`; None: as the tokenizer has it
 
-    def tokens(self, fields: dict[str, Any]) -> tuple[list[Tokens], int]:
+    def tokens(
+        self, fields: dict[str, Any], sequence_len: int | None = None
+    ) -> tuple[list[Tokens], int]:
         """Returns the token rows of a record, and how many of its answers they do not score.
 
         A chat is one row, unless its template shows earlier answers otherwise than they were
         written (without their thoughts, say): those are scored in rows of their own.
 
+        Args:
+          sequence_len: ids of a row that are used. A chat is read until an answer begins beyond
+            them, or until so many turns were rendered that the rest would take minutes.
         Raises:
           UnusableError: the record has no known form, or nothing of it can be scored.
         """
@@ -65,21 +73,30 @@ class ChatReader:
         if turns is None:
             ids = self.tokenizer.encode(_text(fields["text"], "text"))
             return [Tokens(ids, [1] * len(ids))], 0
-        return self._chat(turns)
+        return self._chat(turns, sequence_len)
 
-    def _chat(self, turns: Turns) -> tuple[list[Tokens], int]:
+    def _chat(self, turns: Turns, sequence_len: int | None) -> tuple[list[Tokens], int]:
         places = [k for k, turn in enumerate(turns) if turn["role"] == "assistant"]
         if not places:
             raise UnusableError("no assistant turn")
-        answers, reasons = [], []
+        sizes = [*itertools.accumulate(TURN_COST + sum(map(len, t.values())) for t in turns)]
+        answers, reasons, n_rendered = [], [], 0
         for k in places:
+            n_rendered += sizes[k]
             try:
                 answers.append(self._answer(turns[:k], turns[k]))
             except UnusableError as error:
                 reasons.append(str(error))
+            else:
+                # Not after an answer: thoughts since the last user turn may not be shown later on.
+                is_beyond = sequence_len is not None and answers[-1].n_prompt >= sequence_len
+                if is_beyond and turns[k - 1]["role"] == "user":
+                    break
+            if n_rendered > MAX_RENDERED:
+                break
         if not answers:
             raise UnusableError(reasons[0])
-        return _rows(answers), len(reasons)
+        return _rows(answers), len(places) - len(answers)
 
     def _answer(self, before: Turns, turn: dict[str, str]) -> _Answer:
         if not before:

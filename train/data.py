@@ -115,7 +115,7 @@ def _rows_of(
     """Returns the rows of a record and counts their tokens; UnusableError where there are none."""
     fields = record.fields()
     temperature = _temperature(fields.get("temperature"))
-    parts, n_unscored = reader.tokens(fields)
+    parts, n_unscored = reader.tokens(fields, sequence_len)
     rows, reason, n_cut = [], "", 0
     for tokens in parts:
         _check_vocabulary(tokens, tally.place(record.number), vocab_size)

@@ -60,7 +60,9 @@ class Tally:
         text = f"{self.path}: {self.n_used} rows, {self.n_tokens} tokens, {self.n_scored} scored"
         text += f"; {self.n_cut} tokens beyond sequence_len cut" if self.n_cut else ""
         if self.n_unscored:
-            text += f"; {self.n_unscored} answers unscored (by the template or sequence_len)"
+            text += (
+                f"; {self.n_unscored} answers unscored (by the template, sequence_len or length)"
+            )
         return text + (f"; {self.describe_skipped()}" if self.n_skipped else "")
 
     def check(self, advice: str) -> None:

@@ -8,7 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from spd_jax.checks import ConfigError
+from spd_jax.weights.tokenizer import ChatTokenizer
 from tests.train.templates import ALTERNATING, THINKING, markers_tokenizer
+from train import chats
 from train.chats import ChatReader
 from train.data import Corpus, Row, last_answers, read_corpus
 from train.sources import find_files
@@ -62,6 +64,41 @@ def test_parquet_that_python_cannot_hold_is_skipped_or_refused(tmp_path):
     pq.write_table(pa.Table.from_arrays([ids, ids], ["input_ids", "input_ids"]), path)
     with pytest.raises(ConfigError, match="times.parquet: has two columns input_ids"):
         read_corpus(path, 64, 8)
+
+
+@pytest.mark.parametrize("template", [ALTERNATING, THINKING])
+def test_a_chat_is_rendered_no_further_than_it_is_used(tmp_path, template, monkeypatch):
+    said = [CHAT["messages"][i % 2] for i in range(60)]
+    path = write(tmp_path / "rows.jsonl", {"messages": said})
+    whole = read_corpus(path, VOCAB_SIZE, reader=reader(template)).rows[-1]
+    seen, original = [], ChatTokenizer.render_chat
+
+    def render_chat(self, messages, **settings):
+        seen.append(len(messages))
+        return original(self, messages, **settings)
+
+    monkeypatch.setattr(ChatTokenizer, "render_chat", render_chat)
+    for n in (40, 100, 150):
+        corpus = read_corpus(path, VOCAB_SIZE, n, reader(template))
+        assert max(seen) < 20
+        n_unscored = 30 - len(corpus.rows)  # THINKING: a row for each answer
+        if template == ALTERNATING:  # one row, as the whole chat begins
+            (row,) = corpus.rows
+            assert row.ids.tolist() == whole.ids[:n].tolist()
+            assert row.scored_mask.tolist() == whole.scored_mask[:n].tolist()
+            n_unscored = 30 - max(seen) // 2
+            with pytest.raises(ConfigError, match=f"longer than sequence_len {n}"):
+                read_corpus(path, VOCAB_SIZE, n, reader(template), "discard")
+        assert f"{n_unscored} answers unscored" in corpus.describe()[0]
+        seen.clear()
+
+
+def test_a_chat_of_endless_turns_is_not_read_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(chats, "MAX_RENDERED", 10_000)
+    said = [CHAT["messages"][i % 2] for i in range(400)]
+    path = write(tmp_path / "rows.jsonl", {"messages": said}, CHAT)
+    (line,) = read_corpus(path, VOCAB_SIZE, reader=reader()).describe()
+    assert "2 rows" in line and "188 answers unscored" in line  # 12 * 13 / 2 * 145 > 10,000
 
 
 @pytest.mark.parametrize("wrong", [64, -1, 10**300])
