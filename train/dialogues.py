@@ -110,7 +110,7 @@ def self_written(
 ) -> list[OpenChat]:
     """Lets the target write user turns that go on from short stems, one per seed."""
     tokenizer = target.tokenizer
-    stems = [json.loads(line) for line in STEMS.read_text(encoding="utf-8").splitlines()]
+    stems = _stems()
     chosen = [stems[i] for i in rng.integers(len(stems), size=len(seeds))]
     before, after = _around(tokenizer)
     starts = [before + tokenizer.encode(stem) for stem in chosen]
@@ -129,6 +129,16 @@ def self_written(
         user = {"role": "user", "content": tokenizer.decode(ids[len(before) :])}
         chats.append(OpenChat(ids + after, mask, [user]))
     return chats
+
+
+def longest_start(tokenizer: Any) -> int:
+    """Returns how many ids of a self-written prompt are given, at most."""
+    before, after = _around(tokenizer)
+    return len(before) + max(len(tokenizer.encode(stem)) for stem in _stems()) + len(after)
+
+
+def _stems() -> list[str]:
+    return [json.loads(line) for line in STEMS.read_text(encoding="utf-8").splitlines()]
 
 
 def _around(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -27,10 +27,19 @@ from spd_jax import ConfigError, Target
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.prompts import checked_prompt_ids
 from spd_jax.weights.files import check_out, file_sha256, one_line, sole_writer
-from train.dialogues import OpenChat, answer_chats, open_chat, read_chat_prompts, self_written
+from train.data import HOTTEST
+from train.dialogues import (
+    OpenChat,
+    answer_chats,
+    longest_start,
+    open_chat,
+    read_chat_prompts,
+    self_written,
+)
 from train.progress import RoundProgress
 from train.sources import find_files
 
+MAX_ROWS, MAX_BATCH = 10**9, 2**14
 OWN_START = b'{"messages": '  # of every row written here
 
 
@@ -73,13 +82,19 @@ class PrepareConfig:
         for name in ("rows", "batch_size", "prompt_tokens", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in (("rows", MAX_ROWS), ("batch_size", MAX_BATCH)):
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if self.prompts is not None and not self.prompts:
             raise ConfigError("prompts must name one place or more, got none")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
         drawn_at = (*self.temperatures, self.prompt_temperature)
-        if not self.temperatures or not all(0 <= t < math.inf for t in drawn_at):
-            raise ConfigError("temperatures must be one or more numbers that are not negative")
+        if not self.temperatures or not all(0 <= t <= HOTTEST for t in drawn_at):
+            raise ConfigError(
+                f"temperatures must be one or more numbers from 0 to {HOTTEST}, as must "
+                f"prompt_temperature, got {', '.join(map(str, drawn_at))}"
+            )
 
     @property
     def round_size(self) -> int:
@@ -199,8 +214,32 @@ def settings_digest(config: PrepareConfig, target_sha256: str) -> str:
     fields |= {"target": target_sha256, "batch_size": config.round_size}
     del fields["out"], fields["rows"]
     if config.prompts is not None:
-        fields["prompts"] = [file_sha256(path) for path in find_files(config.prompts)]
+        fields["prompts"] = [file_sha256(path) for path in prompt_files(config)]
     return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
+
+
+def prompt_files(config: PrepareConfig) -> list[Path]:
+    """Returns the files of prompts: never the one that is written, wherever it lies.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    files = find_files(config.prompts)
+    if config.out.exists():
+        files = [path for path in files if not (path.exists() and path.samefile(config.out))]
+    if not files:
+        raise ConfigError(f"--prompts names only --out {config.out}; give another --out")
+    return files
+
+
+def check_room(target: Target, config: PrepareConfig) -> None:
+    """Raises ConfigError where self-written prompts and their answers may not fit the context."""
+    context, n_given = target.config.max_context, longest_start(target.tokenizer)
+    if n_given + config.prompt_tokens + config.answer_tokens > context:
+        raise ConfigError(
+            f"{n_given} given tokens + --prompt-tokens {config.prompt_tokens} + --answer-tokens "
+            f"{config.answer_tokens} exceed the model's context of {context}; lower one of them"
+        )
 
 
 def read_open_chats(target: Target, config: PrepareConfig) -> list[OpenChat]:
@@ -209,7 +248,7 @@ def read_open_chats(target: Target, config: PrepareConfig) -> list[OpenChat]:
     Raises:
       ConfigError: a file has no prompt, or one does not fit the context (it is named).
     """
-    prompts, tallies = read_chat_prompts(config.prompts, config.regenerate)
+    prompts, tallies = read_chat_prompts(prompt_files(config), config.regenerate)
     for tally in tallies:
         if tally.n_skipped:
             say(f"{tally.path}: {tally.n_used} prompts; {tally.describe_skipped()}")
@@ -230,6 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = spd_jax.load_target(config.target, config.dtype, thinking=config.thinking)
     if target.tokenizer is None:
         raise ConfigError(f"{config.target} has no tokenizer; training data needs one")
+    if config.prompts is None:
+        check_room(target, config)
     prompts = None if config.prompts is None else read_open_chats(target, config)
     with sole_writer(config.out.with_name(f".{config.out.name}.lock")):
         write_rounds(target, config, prompts)

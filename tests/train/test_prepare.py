@@ -127,6 +127,8 @@ def test_only_one_process_writes_a_file(written, tmp_path):
     [
         (["--out", "."], "--out must name a file"),
         (["--out", "/dev/full"], "--out must name a file, got the link or device /dev/full"),
+        (["--prompt-tokens", "100000"], "given tokens .* --prompt-tokens 100000 .* exceed the"),
+        (["--answer-tokens", "100000"], "given tokens .* --answer-tokens 100000 exceed the"),
         (["--out", "x" * 256], "x: File name too long; give another path"),
         (["--out", "/proc/nowhere/rows.jsonl"], "cannot write there"),
     ],
@@ -141,6 +143,10 @@ def test_a_place_that_cannot_be_is_one_line(flags, line, tmp_path):
     [
         ({"seed": -1}, "seed must be from 0"),
         ({"temperatures": (float("inf"),)}, "temperatures must be"),
+        ({"temperatures": (0.0, 1e300)}, "from 0 to 1000, as .* got 0.0, 1e.300"),
+        ({"prompt_temperature": 1001.0}, "from 0 to 1000, as must prompt_temperature"),
+        ({"batch_size": 2 * 10**9}, "batch_size must be at most 16384"),
+        ({"rows": 10**23}, "rows must be at most 1000000000"),
         ({"temperatures": ()}, "temperatures must be"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"prompts": ()}, "prompts must name one place or more"),
@@ -157,6 +163,18 @@ def test_a_prompt_beyond_the_context_is_named_before_anything_is_written(tmp_pat
     with pytest.raises(ConfigError, match=r"prompts.jsonl:2: prompt .*; .* or lower answer_tokens"):
         prepare.main(["--out", str(out), "--rows", "2", "--prompts", str(prompts), *FLAGS])
     assert not out.exists()
+
+
+def test_rows_written_among_the_prompts_are_none(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"turns": ["first"]}) + "\n")
+    out = tmp_path / "rows.jsonl"
+    argv = ["--out", str(out), "--prompts", str(tmp_path), *FLAGS, "--rows"]
+    prepare.main([*argv, "4"])
+    first = out.read_bytes()
+    prepare.main([*argv, "6"])
+    assert out.read_bytes().startswith(first) and len(rows_of(out)) == 6
+    with pytest.raises(ConfigError, match="--prompts names only --out"):
+        prepare.main([*argv, "6", "--prompts", str(out)])
 
 
 def test_prompts_come_from_a_file_in_order(tmp_path):
