@@ -25,6 +25,8 @@ from train.config import TrainConfig
 from train.data import Row, read_corpus
 from train.sources import find_files
 
+POOR_SHARE = 0.5  # of the scored ids; a draft can propose none of the rest
+
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyFlags:
@@ -117,7 +119,13 @@ def run_draft_ids(
     vocab_size = target.config.vocab_size
     if config.draft_vocab is not None:
         ids, counts = read_draft_ids(config.draft_vocab, vocab_size), count_ids(rows, vocab_size)
-        return ids, float(counts[list(ids)].sum() / counts.sum())
+        share = float(counts[list(ids)].sum() / counts.sum())
+        if share < POOR_SHARE:
+            say(
+                f"warning: the ids of {config.draft_vocab} are only {share:.2%} of the scored ids: "
+                "is it of other data? train.vocabulary counts those of these"
+            )
+        return ids, share
     if config.draft_vocab_size is None:
         return None, 1.0
     return count_draft_ids(rows, config.draft_vocab_size, vocab_size, target.stop_ids, among)

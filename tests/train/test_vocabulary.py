@@ -121,6 +121,15 @@ def test_only_a_vocabulary_file_is_replaced(tmp_path):
     vocabulary.check_replaceable(tmp_path / "vocab.json", [str(data)])
 
 
+def test_a_file_of_other_ids_is_warned_of(tmp_path, capsys):
+    target = SimpleNamespace(config=SimpleNamespace(vocab_size=13), stop_ids=())
+    config = TrainConfig(draft_vocab=str(write(tmp_path / "vocab.json", PUBLISHED)))
+    for ids, is_poor in (([1, 5, 6], True), ([1, 4, 5, 6], False)):
+        rows = [Row(np.array(ids, np.int32), np.ones(len(ids), bool), 0.0)]
+        run_draft_ids(config, rows, target)
+        assert ("vocab.json are only 33.33% of the" in capsys.readouterr().err) == is_poor
+
+
 def test_a_run_takes_its_ids_from_the_file_and_goes_on_with_the_same_ones_only(tmp_path):
     path = write(tmp_path / "vocab.json", PUBLISHED)
     config = TrainConfig(draft_vocab=str(path))
