@@ -51,7 +51,7 @@ def check_counts(config: Any, *names: str, least: int = 1) -> None:
 
 def is_number(value: Any) -> bool:
     is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and math.isfinite(value)
+    return is_real and abs(value) < math.inf  # isfinite refuses integers beyond a float
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

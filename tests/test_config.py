@@ -191,3 +191,9 @@ def test_fields_round_trip_and_lists_become_tuples():
     fields = {k: [*v] if isinstance(v, tuple) else v for k, v in dataclasses.asdict(draft).items()}
     built = from_fields(DraftConfig, fields, "head.json")
     assert built == draft and hash(built) == hash(draft)
+
+
+def test_an_integer_beyond_a_float_is_finite_and_no_temperature_for_all_that():
+    assert is_number(10**400) and not is_number(float("inf")) and not is_number(float("nan"))
+    with pytest.raises(ConfigError, match="top_p must be in"):
+        SamplingConfig(top_p=10**400)
