@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spd_jax.checks import ConfigError, from_fields
+from spd_jax.checks import ConfigError, from_fields, is_number
 from spd_jax.config import (
     DraftConfig,
     PipelineConfig,
