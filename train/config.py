@@ -22,7 +22,9 @@ MOST = dict.fromkeys(("n_stages", "n_layers", "accumulate"), 2**16)
 MOST |= dict.fromkeys(("d_ff", "draft_vocab_size", "sequence_len", "batch_tokens"), 2**24)
 MOST |= dict.fromkeys(("steps", "warmup_steps", "log_every", "eval_every", "eval_rows"), 2**31 - 1)
 MOST |= dict.fromkeys(("save_every", "keep", "keep_best"), 2**31 - 1)
-MOST |= {"lr": 1e3, "weight_decay": 1e3}
+MOST |= {"lr": 1e3, "weight_decay": 1e3, "epochs": 2**31 - 1, "temperature": 1e3}
+MOST |= {"clip_norm": 1e30, "eps": 1e3}
+LEAST = {"lr": 1e-20, "temperature": 1e-3, "clip_norm": 1e-20, "eps": 1e-20}  # less: 0 in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +190,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"{name} must be a number above 0, got {value}")
+        for name, least in LEAST.items():
+            _at_least(name, getattr(self, name), least)
         for name in ("b1", "b2", "ema", "expected_alpha"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1:

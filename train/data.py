@@ -69,6 +69,14 @@ def last_answers(corpus: Corpus) -> Corpus:
     return dataclasses.replace(corpus, rows=tuple(rows))
 
 
+def count_shared(heldout: Corpus, training: Corpus) -> int:
+    """Returns how many held-out rows are, id for id, among the training rows too."""
+    keys = [row.ids.tobytes() for row in heldout.rows]
+    wanted = set(keys)
+    shared = {key for row in training.rows if (key := row.ids.tobytes()) in wanted}
+    return sum(key in shared for key in keys)
+
+
 def read_corpus(
     names: str | Path | Iterable[str | Path],
     vocab_size: int,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spd_jax.checks import ConfigError
+from spd_jax.commandline import say
 from spd_jax.weights.files import one_line, replace_file
 
 NAME = "metrics.jsonl"
@@ -20,18 +21,27 @@ class MetricsFile:
     A disk that refuses is a ConfigError.
 
     Opening it for a run that resumes at `step` drops the records beyond that, which the
-    resumed run will write again.
+    resumed run will write again, and lines that are no records.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         try:
             if path.exists():
-                lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-                kept = [line for line in lines if _is_before(line, step)]
-                if kept != lines:
-                    replace_file(path, "".join(kept).encode())
+                # The last is empty, or what a killed writer left unfinished.
+                lines = path.read_bytes().split(b"\n")
+                steps = [_step(line) for line in lines[:-1]]
+                n_damaged = steps.count(None)
+                if n_damaged:
+                    say(f"note: {path}: {n_damaged} damaged lines are dropped")
+                kept = [
+                    line + b"\n"
+                    for line, its_step in zip(lines, steps, strict=False)
+                    if its_step is not None and its_step <= step
+                ]
+                if b"".join(kept) != b"\n".join(lines):
+                    replace_file(path, b"".join(kept))
             self._file = open(path, "a", encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise ConfigError(f"{path}: cannot keep metrics ({one_line(error)})") from None
 
     def write(self, record: dict[str, Any]) -> None:
@@ -50,11 +60,13 @@ class MetricsFile:
             self._file.close()
 
 
-def _is_before(line: str, step: int) -> bool:
+def _step(line: bytes) -> int | None:
+    """Returns the step of a record; None where the line is none."""
     try:
-        return line.endswith("\n") and json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False  # a line that a killed writer left unfinished
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 class MeanMetrics:

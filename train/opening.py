@@ -1,11 +1,14 @@
 """How a run opens: a new one chooses its draft, one that goes on finds it in its record.
 
+What its folder holds is looked at first: later it would cost the updates until then.
+
 settings + target + rows -> settings, draft, head to start from; run.json is written.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,60 @@ from spd_jax.commandline import say
 from spd_jax.config import DraftConfig, refuse_v10
 from spd_jax.models.draft import check_grows, check_pair, check_row_types
 from spd_jax.weights import LoadedTarget, load_draft_file
+from spd_jax.weights.files import one_line
 from train.checkpoint import checkpoint_numbers
 from train.config import TrainConfig
 from train.data import Corpus
+from train.metrics import NAME as METRICS_NAME
 from train.record import NAME, read_record, recorded_start, write_record
+from train.saver import BEST_NAME, has_other_files
 from train.vocabulary import check_same_ids, run_draft_ids
+
+FOLDERS = ("checkpoints", "heads", "tensorboard", "states")  # in a run's folder
+
+
+def check_workdir(workdir: Path) -> None:
+    """Raises ConfigError where a run in that folder would fail at its first save, or lose files."""
+    if {*"[]"} & {*str(workdir.absolute())}:  # Orbax reads them as a pattern
+        raise ConfigError(
+            f"workdir must be a path without [ and ], got {workdir.absolute()}: its checkpoints "
+            "could not be read again; name another place"
+        )
+    try:
+        for path in (workdir / name for name in FOLDERS):
+            if os.path.lexists(path) and not path.is_dir():
+                raise ConfigError(f"{path}: must be a folder; move it away or give a new workdir")
+            if path.is_dir() and not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"{path}: must be writable; change its mode or give a new workdir"
+                )
+        numbers, heads = checkpoint_numbers(workdir / "checkpoints"), workdir / "heads"
+        ahead = [n for n in checkpoint_numbers(heads) if n > max(numbers, default=0)]
+        for path in (heads / str(number) for number in ahead):
+            if has_other_files(path):
+                raise ConfigError(
+                    f"{path}: holds files that are no head's, and the run is to write its head "
+                    "there; move them away or give a new workdir"
+                )
+    except OSError as error:
+        raise ConfigError(f"{workdir}: cannot look there ({one_line(error)})") from None
+
+
+def check_begun(workdir: Path) -> None:
+    """Raises ConfigError where an earlier run lost its checkpoints: its other files would follow.
+
+    A run that was killed before its first checkpoint has none of them yet: its folder for them,
+    and at most the one head that is written before the first.
+    """
+    heads = checkpoint_numbers(workdir / "heads")
+    is_best, metrics = (workdir / BEST_NAME).exists(), workdir / METRICS_NAME
+    is_logged = metrics.is_file() and metrics.stat().st_size > 0
+    is_gone = not (workdir / "checkpoints").is_dir() and (heads or is_logged)
+    if is_gone or is_best or len(heads) > 1:
+        raise ConfigError(
+            f"{workdir}: holds heads or metrics of an earlier run, whose checkpoints are gone; "
+            f"give a new workdir, or remove heads, {METRICS_NAME} and {BEST_NAME} to start anew"
+        )
 
 
 def open_run(
@@ -36,6 +88,7 @@ def open_run(
             say(f"note: {note}")
         check_same_ids(config, draft, target)
     else:
+        check_begun(workdir)
         if (workdir / NAME).exists():
             say(f"note: the run in {workdir} has no checkpoint; it starts anew")
             began_from = recorded_start(workdir)

@@ -33,13 +33,13 @@ from train.batches import training_batches
 from train.chats import ChatReader
 from train.checkpoint import restore_latest
 from train.config import MOST, TrainConfig, parse_config
-from train.data import Corpus, last_answers, read_corpus
+from train.data import Corpus, count_shared, last_answers, read_corpus
 from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
 from train.evaluate import describe_figures
 from train.judge import Judge
 from train.metrics import NAME as METRICS_NAME
 from train.metrics import MeanMetrics, MetricsFile
-from train.opening import open_run
+from train.opening import check_workdir, open_run
 from train.optimizer import learning_rate, make_average, make_optimizer, read_average
 from train.parallel import Devices, find_devices
 from train.progress import TrainProgress
@@ -51,6 +51,7 @@ from train.teacher import StateCache, Teacher
 from train.tensorboard import EventFile
 
 PROG = "python -m train.pdm"
+MAX_WEIGHTS_RMS = 1000.0  # weights begin below 1; such a draft comes back from there no more
 MAX_SKIPPED = 20  # updates in a row without a valid position: something is wrong with the data
 FRESH = {"judged": None, "window": None, "n_skipped": 0}  # the notes of a run that has not begun
 
@@ -67,7 +68,7 @@ class Run:
     start: tuple[DraftConfig, Any] | None  # a head to begin from and its parameters
     corpus: Corpus
     heldout: Corpus | None
-    started: float  # time.monotonic() at the start of the process
+    stop: StopRequest
 
     @property
     def workdir(self) -> Path:
@@ -82,30 +83,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     if any(flag in argv for flag in DRY_RUN_FLAGS):
         return dry_run(parse_dry_run(PROG, argv))
     config = parse_config(PROG, argv, more=DRY_RUN_HELP)
+    with StopRequest(started, config.max_minutes) as stop:
+        run_training(config, stop)
+    return 0
+
+
+def run_training(config: TrainConfig, stop: StopRequest) -> None:
+    """Loads, trains until the last step or until asked to stop, and says what is there then."""
+    check_workdir(Path(config.workdir))
     say(f"loading {config.target} ...")
     target = load_target_files(config.target, config.dtype)
     corpus = read_data(config.train_data, config, target)
     heldout = None
     if config.heldout_data:
         heldout = last_answers(read_data(config.heldout_data, config, target))
+        n_shared = count_shared(heldout, corpus)
+        if n_shared:
+            say(f"note: {n_shared} of {len(heldout.rows)} held-out rows are trained on too")
+    if stop.reason:
+        say(f"stopping: {stop.reason}; nothing was changed")
+        return
     with sole_writer(Path(config.workdir) / ".lock"):
         config, draft, start = open_run(config, target, corpus)
         devices = find_devices(config.devices, config.cut_target, target.params)
         say(devices.describe())
         params = devices.place_target(target)
-        this = Run(config, devices, target, params, draft, start, corpus, heldout, started)
+        this = Run(config, devices, target, params, draft, start, corpus, heldout, stop)
         state, n_steps = train(this)
     position = state.position
     if position < n_steps:
         say(f"{position} of {n_steps} updates done; the same command goes on from there")
     if position:
         say(f"the head is {this.workdir / 'heads' / str(position)}")
-    return 0
 
 
 def train(this: Run) -> tuple[TrainState, int]:
     """Runs the training loop; returns the last state, which is saved, and the planned updates."""
-    config = this.config
+    config, stop = this.config, this.stop
     batches, n_epoch = batches_of(config, this.corpus)
     n_steps = planned_updates(config, n_epoch)
     schedule = learning_rate(config, n_steps)
@@ -120,7 +134,6 @@ def train(this: Run) -> tuple[TrainState, int]:
     window, n_skipped, judged = MeanMetrics(notes["window"]), notes["n_skipped"], notes["judged"]
 
     with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(this.started, config.max_minutes))
         saver = stack.enter_context(Saver(config, position, functools.partial(write_head, this)))
         logs = open_logs(this, position, stack)
         progress = stack.enter_context(TrainProgress(n_steps, position))
@@ -135,7 +148,7 @@ def train(this: Run) -> tuple[TrainState, int]:
             state, metrics, n_tokens = update(state, position)
             position += 1
             n_skipped = 0 if metrics["n_valid"] else n_skipped + 1
-            check_step(metrics, position, n_skipped)
+            check_step(metrics, position, n_skipped, saved)
             saver.check()
             window.add(metrics, n_tokens)
             progress.advance(position)
@@ -290,12 +303,30 @@ def make_teacher(this: Run, corpus: Corpus) -> Teacher:
     return Teacher(target.config, this.draft, this.target_params, corpus, cache, this.devices)
 
 
-def check_step(metrics: dict[str, Any], position: int, n_skipped: int) -> None:
-    """Raises ConfigError where going on makes no sense: the last checkpoint stays as it is."""
+def check_step(metrics: dict[str, Any], position: int, n_skipped: int, saved: int) -> None:
+    """Raises ConfigError where going on makes no sense: no checkpoint is made of what came of it.
+
+    Args:
+      position: of the update that gave the metrics.
+      saved: position of the last checkpoint, 0 where there is none.
+    """
+    again = "give the command again" + (f": it goes on from checkpoint {saved}" if saved else "")
     if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
+        # The loss is that of the weights before the update. Were they saved, no lr helps them.
+        advice = f"lower lr and {again}"
+        if saved and saved == position - 1:
+            advice = (
+                f"checkpoint {saved} holds the weights that gave them: lower lr and remove "
+                f"checkpoints/{saved} to go on from the one before; without one give a new workdir"
+            )
         raise ConfigError(
             f"update {position}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']} must "
-            "be finite; lower lr and go on from the last checkpoint"
+            f"be finite; {advice}"
+        )
+    if not metrics["weights_rms"] < MAX_WEIGHTS_RMS:
+        raise ConfigError(
+            f"update {position}: the root mean square of the weights is {metrics['weights_rms']}, "
+            f"must be below {MAX_WEIGHTS_RMS:g}; lower lr (or weight_decay) and {again}"
         )
     if n_skipped == MAX_SKIPPED:
         raise ConfigError(

@@ -75,7 +75,15 @@ def read_record(
 
 def _read_fields(workdir: Path) -> dict[str, Any]:
     """Returns the record as it was written, or raises ConfigError."""
-    fields = read_json(workdir / NAME)
+    try:
+        if not (workdir / NAME).exists():
+            raise ConfigError(f"{workdir / NAME}: no such file")
+        fields = read_json(workdir / NAME)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}: the checkpoints in {workdir} are of no use without it; put it back from a "
+            "backup, or give a new workdir"
+        ) from None
     if fields.get("version") != VERSION:
         raise ConfigError(
             f"{workdir / NAME}: must be of version {VERSION}, got {fields.get('version')!r:.60}: "
@@ -139,7 +147,10 @@ def _changes(config: TrainConfig, old: dict[str, Any]) -> list[str]:
 
 def recorded_start(workdir: Path) -> str | None:
     """Returns the head that a run without a checkpoint was to begin from; None: from no head."""
-    config = read_json(workdir / NAME).get("config")
+    try:
+        config = read_json(workdir / NAME).get("config")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; remove it to start anew, or give a new workdir") from None
     start = config.get("start_from") if isinstance(config, dict) else None
     return start if isinstance(start, str) else None
 

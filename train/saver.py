@@ -19,7 +19,9 @@ import jax
 import numpy as np
 
 from spd_jax.checks import ConfigError
+from spd_jax.commandline import say
 from spd_jax.weights.files import one_line, replace_file
+from spd_jax.weights.heads import HEAD_FILES
 from train.checkpoint import UNFINISHED, checkpoint_numbers, read_notes, save_state, snapshot
 from train.config import TrainConfig
 from train.metrics import NAME as METRICS_NAME
@@ -29,7 +31,10 @@ from train.step import TrainState
 BEST_NAME = "best.json"
 # Of a killed `_discard`, head writer or `replace_file`, besides what Orbax leaves.
 REPLACED = "|".join(map(re.escape, (BEST_NAME, RECORD_NAME, METRICS_NAME)))
-LEFTOVER = re.compile(rf"\.\d+\.(old|new-.*)|\.({REPLACED})\..+")
+RANDOM = "[a-z0-9_]{8}"  # what `tempfile` adds
+LEFTOVER = re.compile(
+    rf"\.\d+\.(old|new-{RANDOM}(\.old)?)|\.({REPLACED})\.{RANDOM}|\d+{re.escape(UNFINISHED)}.*"
+)
 Judged = tuple[int, dict[str, Any]]  # held-out figures, and the position they were taken at
 WriteHead = Callable[[int, Any, Judged | None], None]  # position, parameters, last figures
 
@@ -40,6 +45,7 @@ class Saver:
     def __init__(self, config: TrainConfig, position: int, write_head: WriteHead) -> None:
         """Removes what killed savers left, for a run that goes on at `position`."""
         workdir = Path(config.workdir)
+        self._other_heads: set[int] = set()  # with files of others: said and left
         self._config, self._write_head = config, write_head
         self._checkpoints, self._heads = workdir / "checkpoints", workdir / "heads"
         self._best_path = workdir / BEST_NAME
@@ -50,7 +56,6 @@ class Saver:
         }
         self._pending: Future | None = None
         self._executor = ThreadPoolExecutor(1, "saver")
-        _remove_leftovers(workdir)
         self._tidy(position)
 
     def __enter__(self) -> Saver:
@@ -104,11 +109,14 @@ class Saver:
         """
         newest, best = kept_numbers(self._figures, self._config.keep, self._config.keep_best)
         try:
+            # Where it lacks later on, someone has removed the run's checkpoints.
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(self._checkpoints.parent)
             for directory in (self._checkpoints, self._heads):
                 _remove_leftovers(directory)
                 for number in checkpoint_numbers(directory):
                     if number <= position and number not in newest | {*best}:
-                        _discard(directory / str(number))
+                        self._discard(directory / str(number))
             self._mark(best[0] if best else None)
         except OSError as error:
             raise ConfigError(
@@ -116,6 +124,17 @@ class Saver:
             ) from None
         for number in self._figures.keys() - newest - {*best}:
             del self._figures[number]
+
+    def _discard(self, path: Path) -> None:
+        """Removes a save, or says once why it stays; killed on the way, none looks whole."""
+        if path.parent == self._heads and has_other_files(path):
+            if int(path.name) not in self._other_heads:
+                say(f"note: {path} is not removed: it holds files that are no head's")
+                self._other_heads.add(int(path.name))
+            return
+        gone = path.with_name(f".{path.name}.old")
+        os.rename(path, gone)
+        shutil.rmtree(gone)
 
     def _mark(self, best: int | None) -> None:
         if best is None:
@@ -151,14 +170,12 @@ def kept_numbers(
     return {*sorted(figures)[-keep:]}, best[:keep_best]
 
 
-def _discard(path: Path) -> None:
-    """Removes a directory; killed on the way, none is left that looks whole and is not."""
-    gone = path.with_name(f".{path.name}.old")
-    os.rename(path, gone)
-    shutil.rmtree(gone)
+def has_other_files(head: Path) -> bool:
+    """Whether a head's folder holds what no head does: it is someone's own."""
+    return any(path.name not in HEAD_FILES for path in head.iterdir())
 
 
 def _remove_leftovers(directory: Path) -> None:
     for path in directory.iterdir() if directory.is_dir() else ():
-        if LEFTOVER.fullmatch(path.name) or UNFINISHED in path.name:
+        if LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -132,7 +132,8 @@ class TrainStep:
 
         Returns:
           The new state, and of this update: loss, accuracy, coverage, n_valid, fill (the mean of
-          those simulated), grad_norm (before the clip) and lr.
+          those simulated), grad_norm (before the clip), lr, and the root mean square of the
+          weights that it ends with (weights_rms): all else is of the weights before.
         """
         total, ends = None, target_ends(target_params)
         for j, batch in enumerate([batches] if isinstance(batches, dict) else batches):
@@ -238,6 +239,7 @@ def _make_update(
             "fill": sums.fill / sums.n_batches,
             "grad_norm": optax.tree.norm(sums.grads) / n,
             "lr": jnp.asarray(lr),
+            "weights_rms": optax.tree.norm(state.params) / optax.tree.size(state.params) ** 0.5,
             **metrics,
         }
 

@@ -1,16 +1,21 @@
-"""When a run ends early: a signal or its time limit, both noticed between two steps."""
+"""When a run ends early: a signal or its time limit, noticed before it begins and between steps."""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from types import FrameType
+
+from spd_jax.commandline import EXIT_INTERRUPTED
 
 
 class StopRequest:
     """While entered, Ctrl-C and SIGTERM ask for a stop instead of ending the process.
 
-    A second Ctrl-C ends it at once.
+    A second Ctrl-C ends it at once, and raises nothing: an exception in the midst of XLA or Orbax
+    is lost or hangs. What is on disk is whole at any moment.
     """
 
     def __init__(self, started: float, max_minutes: float | None) -> None:
@@ -29,7 +34,9 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            show_cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""  # the bar has hidden it
+            os.write(2, show_cursor + b"stopped at once; what is saved is whole\n")
+            os._exit(EXIT_INTERRUPTED)
         self._signal = signal.Signals(number).name
 
     @property

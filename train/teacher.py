@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spd_jax.checks import ConfigError
+from spd_jax.commandline import say
 from spd_jax.config import DraftConfig, TargetConfig
 from spd_jax.models import target as model
 from spd_jax.models.distill import kept_states, scored_positions, target_choices
@@ -114,6 +115,11 @@ def _claim_blocks(paths: Sequence[Path]) -> None:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
+def _size(path: Path) -> int | None:
+    """Returns the bytes of a file; None where it lacks."""
+    return path.stat().st_size if path.is_file() else None
+
+
 class StateCache:
     """The target's outputs for the rows of one corpus, in files named for all they hang on."""
 
@@ -126,7 +132,7 @@ class StateCache:
         dtype: Any,
         target_sha256: str,
     ) -> None:
-        """Opens the files, or makes them.
+        """Opens the files, or makes them; they are made anew where one has lost its size.
 
         Raises:
           ConfigError: the disk has no room for them.
@@ -143,6 +149,10 @@ class StateCache:
         directory.mkdir(parents=True, exist_ok=True)
         paths = [directory / f"{name}.{part}" for part in ("states", "best", "done")]
         fresh = not paths[2].exists()  # it is made last
+        sizes = [self.n_bytes, n_tokens * np.dtype(np.int32).itemsize, len(corpus.rows)]
+        if not fresh and list(map(_size, paths)) != sizes:  # a map would fill it up with zeros
+            say(f"note: state cache {directory / name}.* was cut short; it is made anew")
+            fresh = True
         free = shutil.disk_usage(directory).free
         if fresh and free < 1.1 * self.n_bytes:
             raise ConfigError(
@@ -151,6 +161,8 @@ class StateCache:
             )
         mode = "w+" if fresh else "r+"  # w+ makes a sparse file of zeros
         try:
+            if fresh:
+                paths[2].unlink(missing_ok=True)  # what it said is of the files before
             self._states = np.memmap(paths[0], jnp.dtype(dtype), mode, shape=shape)
             self._best = np.memmap(paths[1], np.int32, mode, shape=(n_tokens,))
             if fresh:  # a disk that is full under a sparse file would be a crash later

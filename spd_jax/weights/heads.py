@@ -25,6 +25,7 @@ from spd_jax.weights.tensors import TensorFile
 
 FORMAT, VERSION = "spd_jax.pdm", 1
 CONFIG_NAME, TENSORS_NAME, CARD_NAME = "config.json", "model.safetensors", "README.md"
+HEAD_FILES = {CONFIG_NAME, TENSORS_NAME, CARD_NAME}
 TARGET_FACTS = ("model_type", "attn_gate")
 TARGET_SIZES = ("d_model", "vocab_size", "n_heads", "n_kv_heads", "head_dim", "d_ff", "n_layers")
 
@@ -67,10 +68,11 @@ def save_head(
     described = {name: getattr(target, name) for name in (*TARGET_SIZES, *TARGET_FACTS)}
     fields = {"format": FORMAT, "version": VERSION, "draft": draft, "target": described}
     try:
-        with whole_directory(directory, {CONFIG_NAME, TENSORS_NAME, CARD_NAME}) as work:
+        with whole_directory(directory, HEAD_FILES) as work:
             save_file(tensors, str(work / TENSORS_NAME), metadata={"format": "pt"})
             (work / CONFIG_NAME).write_text(json.dumps(fields, indent=2) + "\n")
-            (work / CARD_NAME).write_text(card, encoding="utf-8")
+            # A path on the card may hold bytes that no text can: they are shown, not an error.
+            (work / CARD_NAME).write_text(card, encoding="utf-8", errors="backslashreplace")
     except (OSError, SafetensorError) as error:  # the second: a disk that fills up in save_file
         raise ConfigError(f"{directory}: cannot write the head ({one_line(error)})") from None
 

@@ -85,7 +85,7 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
         ({"sequence_len": 1}, "sequence_len must be at least 2"),
         ({"lr": float("nan")}, "lr must be a number above 0"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
-        ({"epochs": float("inf")}, "epochs must be a number above 0, got inf"),
+        ({"epochs": float("inf")}, "epochs must be at most 2147483647, got inf"),
         ({"expected_alpha": 1.0}, "expected_alpha must be between 0 and 1"),
         ({"seed": 2**70}, "seed must be below"),
         ({"eval_stages": (4, 1)}, "eval_stages must be numbers of at least 2, got"),
@@ -104,6 +104,12 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(argv, words, capsys):
         ({"keep_best": -1}, "keep_best must be at least 0"),
         ({"steps": 10**30}, "steps must be at most 2147483647"),
         ({"lr": 1e30}, "lr must be at most 1000"),
+        ({"lr": 1e-300}, "lr must be at least 1e-20"),
+        ({"epochs": 1e308}, "epochs must be at most"),
+        ({"temperature": 1e-300}, "temperature must be at least 0.001"),
+        ({"temperature": 1e30}, "temperature must be at most 1000"),
+        ({"clip_norm": 1e-40}, "clip_norm must be at least"),
+        ({"eps": 1e-300}, "eps must be at least"),
     ],
 )
 def test_values_that_cannot_be_are_errors(fields, message):

@@ -12,7 +12,7 @@ from spd_jax.weights.tokenizer import ChatTokenizer
 from tests.train.templates import ALTERNATING, THINKING, markers_tokenizer
 from train import chats
 from train.chats import ChatReader
-from train.data import Corpus, Row, last_answers, read_corpus
+from train.data import Corpus, Row, count_shared, last_answers, read_corpus
 from train.sources import find_files
 
 GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "temperature": 0.7}
@@ -247,6 +247,16 @@ def test_last_answers_leave_out_a_self_written_prompt():
     assert row.scored_mask.tolist() == [False] * 5 + [True] * 3
     whole = Corpus((Row(np.arange(3, dtype=np.int32), np.ones(3, bool), 0.0, 0),), "aa")
     assert last_answers(whole).rows[0].scored_mask.all()
+
+
+def test_rows_that_both_corpora_hold_are_counted():
+    def corpus(*rows):
+        mask = np.ones(3, bool)
+        return Corpus(tuple(Row(np.array(ids, np.int32), mask, 0.0) for ids in rows), "aa")
+
+    training = corpus([1, 2, 3], [4, 5, 6], [4, 5, 6])
+    assert count_shared(corpus([4, 5, 6], [3, 2, 1], [1, 2, 3]), training) == 2
+    assert count_shared(corpus([1, 2, 4]), training) == 0
 
 
 PIECES = [

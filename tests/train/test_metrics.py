@@ -25,6 +25,20 @@ def test_a_resumed_file_holds_each_step_once(tmp_path):
     assert [(r["step"], r["run"]) for r in read(path)] == [(10, 1), (20, 1), (30, 2)]
 
 
+def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    damaged = [b"[" * 200_000, bytes(range(128, 256)), b'{"step": "3"}', b"9" * 5000, b""]
+    good = b'{"step": 1}\n'
+    path.write_bytes(good + b"\n".join(damaged) + b'\n{"step": 2}\n{"step": 3}\n')
+    with MetricsFile(path, 2):
+        pass
+    assert read(path) == [{"step": 1}, {"step": 2}]
+    assert f"note: {path}: 5 damaged lines are dropped\n" == capsys.readouterr().err
+    with MetricsFile(path, 2):
+        pass
+    assert not capsys.readouterr().err
+
+
 def test_a_disk_that_refuses_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="cannot keep metrics"):
         MetricsFile(tmp_path / "absent" / "metrics.jsonl", 0)

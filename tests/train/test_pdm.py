@@ -21,7 +21,9 @@ from spd_jax.checks import ConfigError
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import sole_writer
 from train import pdm
+from train.checkpoint import checkpoint_numbers
 from train.config import parse_config
+from train.opening import check_begun, check_workdir
 from train.stop import StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +85,7 @@ class StopAfter:
     """Stands in for StopRequest: asks for a stop after some batches."""
 
     def __init__(self, n_batches):
-        self.left = n_batches
+        self.left = n_batches + 1  # it is looked at once before the first
 
     def __call__(self, started, max_minutes):
         return contextlib.nullcontext(self)
@@ -148,17 +150,90 @@ def test_a_run_that_began_from_the_target_says_nothing_else(data, whole_run, tmp
     assert BEGUN not in (workdir / "heads" / "13" / "README.md").read_text()
 
 
-def test_a_run_without_its_checkpoints_starts_anew_and_keeps_its_heads(
-    data, whole_run, tmp_path, capsys
-):
+def contents(workdir):
+    return {p: p.read_bytes() for p in workdir.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+@pytest.mark.parametrize("removed", [["*"], ["*", "heads", "best.json"], ["[0-9]*"]])
+def test_a_run_without_its_checkpoints_is_left_as_it_is(data, whole_run, tmp_path, removed):
     workdir = tmp_path / "run"
     shutil.copytree(whole_run[0], workdir)
-    shutil.rmtree(workdir / "checkpoints")
-    run_main([*argv(data, workdir), "--steps", "1", "--save-every", "1", "--keep", "1"])
-    err = capsys.readouterr().err
-    assert "has no checkpoint; it starts anew" in err and "starts from" not in err
-    assert (workdir / "heads" / "1" / "model.safetensors").is_file()
-    assert (workdir / "heads" / "12").is_dir()  # of a longer run: not ours to remove
+    for path in (workdir / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    if "*" in removed:
+        (workdir / "checkpoints").rmdir()
+    shutil.rmtree(workdir / "heads") if "heads" in removed else None
+    (workdir / "best.json").unlink() if "best.json" in removed else None
+    before = contents(workdir)
+    with pytest.raises(ConfigError, match="whose checkpoints are gone; give a new workdir, or"):
+        pdm.main(argv(data, workdir))
+    assert contents(workdir) == before
+
+
+def test_a_run_killed_between_its_first_head_and_checkpoint_starts_anew(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "heads" / "4").mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2}\n')
+    check_begun(tmp_path)
+    check_begun(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_file", "message"),
+    [
+        ("checkpoints", True, "checkpoints: must be a folder"),
+        ("heads", True, "heads: must be a folder"),
+        ("heads/8/own.txt", True, "heads/8: holds files that are no head's"),
+        ("a[1]/heads", False, r"without \[ and \]"),
+    ],
+)
+def test_a_folder_that_fails_at_the_first_save_is_refused_first(
+    data, tmp_path, name, is_file, message, capsys
+):
+    path, workdir = tmp_path / name, tmp_path / "a[1]" if "[" in name else tmp_path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch() if is_file else path.mkdir()
+    with pytest.raises(ConfigError, match=message):
+        pdm.main(argv(data, workdir))
+    assert "loading" not in capsys.readouterr().err
+
+
+def test_what_is_in_the_heads_of_a_run_so_far_does_not_matter(whole_run, tmp_path):
+    workdir = shutil.copytree(whole_run[0], tmp_path / "run")
+    (workdir / "heads" / "12" / "own.txt").touch()
+    check_workdir(workdir)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[" * 200_000])
+def test_without_its_record_a_run_says_what_to_do(data, whole_run, tmp_path, content):
+    workdir = shutil.copytree(whole_run[0], tmp_path / "run")
+    (workdir / "run.json").unlink()
+    if content is not None:
+        (workdir / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match="put it back from a backup, or give a new workdir"):
+        pdm.main(argv(data, workdir))
+
+
+def test_a_garbled_record_of_a_run_that_has_not_begun_says_what_to_do(data, tmp_path):
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="remove it to start anew"):
+        pdm.main(argv(data, tmp_path))
+
+
+def test_a_stop_asked_for_while_loading_ends_before_anything_is_written(data, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pdm, "read_data", interrupted(pdm.read_data))
+        assert pdm.main(argv(data, tmp_path)) == 0
+    assert "stopping: SIGINT; nothing was changed" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def interrupted(read_data):
+    def read(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return read_data(*args)
+
+    return read
 
 
 def test_checkpoints_that_cannot_be_read_are_not_passed_over(data, whole_run, tmp_path):
@@ -200,7 +275,7 @@ def test_a_run_stopped_before_its_first_checkpoint_keeps_its_start(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pdm, "StopRequest", StopAfter(0))
         assert pdm.main([*flags, "--start-from", str(head)]) == 0
-    assert not (tmp_path / "checkpoints").exists()
+    assert checkpoint_numbers(tmp_path / "checkpoints") == []
     assert pdm.main(flags) == 0
     assert f"note: it starts from {head}, as before" in capsys.readouterr().err
     assert BEGUN in (tmp_path / "heads" / "1" / "README.md").read_text()
@@ -371,10 +446,29 @@ def test_batches_without_anything_to_learn_end_the_run(data, tmp_path):
         pdm.main(flags)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run():
-    metrics = {"loss": float("nan"), "grad_norm": 1.0}
-    with pytest.raises(ConfigError, match="update 7: loss nan.*lower lr"):
-        pdm.check_step(metrics, 7, 0)
+@pytest.mark.parametrize(
+    ("metrics", "saved", "message"),
+    [
+        ({"loss": float("nan")}, 0, "update 7: loss nan.*; lower lr and give the command again$"),
+        ({"loss": float("nan")}, 5, "lower lr and .* again: it goes on from checkpoint 5$"),
+        ({"grad_norm": float("inf")}, 6, "lower lr and remove checkpoints/6 to go on from the"),
+        ({"weights_rms": float("nan")}, 6, "weights is nan, .* it goes on from checkpoint 6$"),
+        ({"weights_rms": 1e4}, 6, "weights is 10000.0, must be below 1000; lower lr"),
+    ],
+)
+def test_an_update_that_went_wrong_ends_the_run_with_what_helps(metrics, saved, message):
+    fine = {"loss": 1.0, "grad_norm": 1.0, "weights_rms": 0.5}
+    pdm.check_step(fine, 7, 0, saved)
+    with pytest.raises(ConfigError, match=message):
+        pdm.check_step(fine | metrics, 7, 0, saved)
+
+
+def test_weights_that_went_wrong_are_never_saved(data, tmp_path):
+    more = ("--lr", "1000", "--weight-decay", "1000", "--save-every", "1", "--tensorboard", "False")
+    with pytest.raises(ConfigError, match="update 1: the root mean square of the weights is"):
+        pdm.main([*argv(data, tmp_path, *more), "--steps", "2", "--warmup-steps", "0"])
+    assert checkpoint_numbers(tmp_path / "checkpoints") == []
+    run_main([*argv(data, tmp_path), "--steps", "1"])  # its advice helps
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -391,10 +485,24 @@ def test_a_signal_or_the_time_limit_asks_for_a_stop(number):
         assert stop.reason is None
 
 
-def test_a_second_interrupt_ends_at_once():
-    with StopRequest(time.monotonic(), None), pytest.raises(KeyboardInterrupt):
+INTERRUPTED_TWICE = """
+import os, signal, time
+from train.stop import StopRequest
+try:
+    with StopRequest(time.monotonic(), None):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
+finally:
+    print("an exception was raised")
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_second_interrupt_ends_at_once_and_raises_nothing():
+    command = [sys.executable, "-c", INTERRUPTED_TWICE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr == "stopped at once; what is saved is whole\n"
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ class Folder:
     def write_head(self, position, params, judged):
         head = self.workdir / "heads" / str(position)
         head.mkdir(parents=True, exist_ok=True)
-        (head / "weight").write_text(str(float(params["lm_head"]["weight"][0, 0])))
+        (head / "model.safetensors").write_text(str(float(params["lm_head"]["weight"][0, 0])))
 
     def saver(self, position: int = 0) -> Saver:
         return Saver(self.config, position, self.write_head)
@@ -79,7 +79,7 @@ def test_the_newest_and_the_best_are_kept_with_their_heads(tmp_path, fields, kep
     if best is not None:
         fields = json.loads(marked.read_text())
         assert (fields["position"], fields["figure"]) == (best, FIGURES[best])
-        assert (tmp_path / fields["head"] / "weight").read_text() == str(float(best))
+        assert (tmp_path / fields["head"] / "model.safetensors").read_text() == str(float(best))
 
 
 def test_a_saver_that_goes_on_knows_the_figures_of_before(tmp_path):
@@ -88,9 +88,13 @@ def test_a_saver_that_goes_on_knows_the_figures_of_before(tmp_path):
         save_all(saver, {1: 0.9, 2: 0.1})
     # What kills leave: a mark not yet set, a save half removed, a head half written.
     (tmp_path / "best.json").unlink()
-    for name in ("checkpoints/.7.old", "heads/.3.new-x", "checkpoints/3.orbax-checkpoint-tmp"):
+    for name in (
+        "checkpoints/.7.old",
+        "heads/.3.new-0a1b2c3d",
+        "checkpoints/3.orbax-checkpoint-tmp",
+    ):
         (tmp_path / name).mkdir()
-    (tmp_path / ".run.json.a1b2").write_text("{")
+    (tmp_path / ".run.json.a1b2c3_d").write_text("{")
     (tmp_path / ".lock").write_text("")
     with folder.saver(2) as saver:
         assert json.loads((tmp_path / "best.json").read_text())["position"] == 1
@@ -99,6 +103,24 @@ def test_a_saver_that_goes_on_knows_the_figures_of_before(tmp_path):
     assert not [p for p in tmp_path.glob("*/*") if not p.name.isdecimal()]
     names = {"checkpoints", "heads", "best.json", ".lock"}
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_files_of_others_are_never_removed(tmp_path, capsys):
+    folder = Folder(tmp_path, keep=1, keep_best=0)
+    with folder.saver() as saver:
+        save_all(saver, {1: None})
+    own = ["heads/1/notes.txt", "heads/.3.new-x", ".run.json.swp", ".metrics.jsonl.before-it-broke"]
+    for name in own:
+        (tmp_path / name).write_text("mine")
+    with folder.saver(1) as saver:
+        save_all(saver, {2: None, 3: None})
+    assert all((tmp_path / name).read_text() == "mine" for name in own)
+    assert checkpoint_numbers(tmp_path / "heads") == [1, 3]
+    (line,) = capsys.readouterr().err.strip().split("\n")
+    assert (
+        line == f"note: {tmp_path / 'heads' / '1'} is not removed: it holds files that are no "
+        "head's"
+    )
 
 
 def test_saves_of_later_updates_are_not_removed_until_the_run_passes_them(tmp_path):
@@ -142,7 +164,7 @@ def test_what_is_written_is_the_state_at_the_save_and_the_caller_does_not_wait(t
     assert float(params["lm_head"]["weight"][0, 0]) == 4
     got, _ = restore_latest(tmp_path / "checkpoints", make_state(0))
     np.testing.assert_array_equal(got.params["lm_head"]["weight"], np.full((3, 2), 3.0))
-    assert (tmp_path / "heads" / "3" / "weight").read_text() == "3.0"
+    assert (tmp_path / "heads" / "3" / "model.safetensors").read_text() == "3.0"
 
 
 def full(*_, **__):

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import functools
+import os
 
 import jax
 import numpy as np
@@ -107,6 +108,22 @@ def test_a_disk_that_fills_while_blocks_are_claimed_leaves_no_cache(
         with pytest.raises(ConfigError, match="cannot keep states"):  # not taken for a whole one
             open_cache(tmp_path, small, corpus)
     assert open_cache(tmp_path, small, corpus).n_done == 0
+
+
+@pytest.mark.parametrize("part", ["states", "best", "done"])
+def test_a_cache_that_was_cut_short_is_made_anew(small, corpus, tmp_path, part, capsys):
+    cache = open_cache(tmp_path, small, corpus)
+    Teacher(small.target, small.draft, small.target_params, corpus, cache)(
+        make_batch(corpus.rows[:3], n_rows=4, length=24)
+    )
+    assert open_cache(tmp_path, small, corpus).n_done == 3
+    assert not capsys.readouterr().err
+    (path,) = tmp_path.glob(f"*.{part}")
+    size = path.stat().st_size
+    os.truncate(path, 5)
+    assert open_cache(tmp_path, small, corpus).n_done == 0
+    assert "was cut short; it is made anew" in capsys.readouterr().err
+    assert path.stat().st_size == size
 
 
 def test_a_cache_that_does_not_fit_is_an_error(small, corpus, tmp_path, monkeypatch):

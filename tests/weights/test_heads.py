@@ -70,6 +70,12 @@ def test_a_head_is_replaced_but_other_files_never(tmp_path, config, refused):
     assert load_head_dir(tmp_path / "h", "float32")[0] == VARIANTS[1]
 
 
+def test_a_card_shows_bytes_that_are_no_text(tmp_path, config):
+    card = os.fsdecode(b"data/\xff.jsonl")
+    save_head(tmp_path / "h", DRAFT, config, params_of(DRAFT, config), card)
+    assert (tmp_path / "h" / "README.md").read_text() == "data/\\udcff.jsonl"
+
+
 @pytest.mark.parametrize("kind", [OSError, SafetensorError])
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(tmp_path, config, refused, kind):
     def full(tensors, path, metadata):
