@@ -19,6 +19,7 @@ from train.optimizer import (
     make_optimizer,
     read_average,
 )
+from train.parallel import one_device
 from train.step import draw_fill, init_state, make_train_step
 from train.teacher import Teacher, teacher_outputs
 
@@ -151,6 +152,7 @@ def test_a_steps_loss_is_that_of_its_fill(small, corpus, state, train_step):
 
 def test_steps_draw_different_fills_without_recompiling(small, corpus, state, train_step):
     batch = taught(small, corpus, corpus.rows[:4])
+    state = one_device().put_whole(state)  # as a run begins
     fills, n_compiled = [], []
     for _ in range(20):
         state, metrics = train_step(state, small.target_params, batch)
