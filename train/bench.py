@@ -202,7 +202,8 @@ def bench_steps(
 ) -> list[dict]:
     """Measures whole steps at every size and draft vocabulary."""
     rows, rng = [], np.random.default_rng(0)
-    for n_ids in config.draft_vocab_sizes:
+    sizes = (min(n, target.vocab_size) for n in config.draft_vocab_sizes)
+    for n_ids in dict.fromkeys(0 if n == target.vocab_size else n for n in sizes):
         ids = tuple(np.sort(rng.permutation(target.vocab_size)[:n_ids]).tolist()) if n_ids else None
         with_ids = dataclasses.replace(draft, draft_ids=ids)
         for size in config.sizes:

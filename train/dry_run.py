@@ -161,9 +161,14 @@ def check_memory(plan: Plan) -> None:
             "raise n_stages, or lower context_len or decode_batch"
         )
     if plan.trainer.total > limit * GIB:
-        missing.append(
-            f"the trainer needs {_size(plan.trainer.total)}: lower sequence_len or batch_tokens"
-        )
+        change = "lower sequence_len or batch_tokens, or set remat True"
+        if plan.trainer.fixed > limit * GIB:
+            change = (
+                f"{_size(plan.trainer.fixed)} of it are weights, moments and gradients; cut the "
+                "target over several devices (devices, cut_target True), or give the draft fewer "
+                "layers or ids"
+            )
+        missing.append(f"the trainer needs {_size(plan.trainer.total)}: {change}")
     if missing:
         raise ConfigError(f"device_memory is {limit:g} GiB, but {'; '.join(missing)}")
 

@@ -38,6 +38,11 @@ class TrainerBytes:
     # draft's weights in the run dtype too, where that is not float32; and a chunk's logits
 
     @property
+    def fixed(self) -> int:
+        """What no smaller batch saves."""
+        return self.target + self.draft + self.optimizer + self.average + self.gradients
+
+    @property
     def total(self) -> int:
         """The larger of the target's pass and the draft's, and what is there in both."""
         passes = self.logits, self.gradients + self.backward

@@ -54,8 +54,8 @@ class ScoreFlags:
     """Run dtype of target and draft."""
     stages: tuple[int, ...] = ()
     """Numbers of pipeline stages. (): the one that the head was trained for."""
-    rows: int = 64
-    """Rows used at most."""
+    rows: int | None = None
+    """Rows used at most, from the first on. None: all."""
     sequence_len: int = 256
     """Longest row in tokens; what becomes of longer ones is said by overflow."""
     overflow: Literal["cut", "discard"] = "cut"
@@ -70,6 +70,8 @@ class ScoreFlags:
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("sequence_len", 2), ("batch_tokens", self.sequence_len)):
             value, most = getattr(self, name), MOST.get(name)
+            if value is None:
+                continue
             if value < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
             if most is not None and value > most:

@@ -176,7 +176,12 @@ def test_what_does_not_fit_is_one_line_and_exit_code_2(capsys):
     (line,) = captured.err.strip().split("\n")
     assert "in all" in captured.out  # the report is there all the same
     assert line.startswith("error: device_memory is 0.001 GiB, but rank 0 and the 4 others need 3.")
-    assert "the trainer needs" in line and "lower sequence_len or batch_tokens" in line
+    assert "the trainer needs" in line and "weights, moments and gradients; cut the target" in line
+    trainer = dry_run.make_plan(settings()).trainer
+    assert 0 < trainer.fixed < trainer.total
+    between = (trainer.fixed + trainer.total) / 2 / dry_run.GIB
+    with pytest.raises(ConfigError, match="lower sequence_len or batch_tokens, or set remat True"):
+        pdm.main([*flags, str(between)])
     assert pdm.main([*flags, "0.1"]) == 0
 
 
