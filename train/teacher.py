@@ -20,7 +20,12 @@ from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
 from spd_jax.config import DraftConfig, TargetConfig
 from spd_jax.models import target as model
-from spd_jax.models.distill import kept_states, scored_positions, target_choices
+from spd_jax.models.distill import (
+    kept_states,
+    needs_choices,
+    scored_positions,
+    target_choices,
+)
 from spd_jax.weights.files import one_line
 from train.data import Corpus
 from train.parallel import BY_ROW, Devices, assemble, one_device
@@ -92,11 +97,6 @@ def run_target(
         scored = scored_positions(labels, segments)
         best = best.at[:, :-1].set(target_choices(target, params, hidden[-1], scored))
     return jnp.where(segments[..., None, None] > 0, states, 0), best
-
-
-def needs_choices(draft: DraftConfig) -> bool:
-    """Whether it matters which id the target chooses: the draft may lack it."""
-    return draft.draft_ids is not None
 
 
 def teacher_outputs(

@@ -43,6 +43,11 @@ def kept_states(target: TargetConfig, draft: AnyDraftConfig) -> tuple[int, ...]:
     return tuple(sorted({*draft.anchors, target.n_layers}))
 
 
+def needs_choices(draft: AnyDraftConfig) -> bool:
+    """Whether it matters which id the target chooses: the draft may lack it."""
+    return draft.draft_ids is not None
+
+
 def scored_positions(labels: jax.Array, segments: jax.Array) -> jax.Array:
     """Returns bool [B, T-1]: the token at t+1 has a label, and t is of the same text."""
     same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
@@ -224,7 +229,7 @@ def distillation_loss(
     hidden = jax.lax.stop_gradient(hidden)
     scored = scored_positions(labels, segments)
     best = None
-    if draft.draft_ids is not None:
+    if needs_choices(draft):
         best = target_choices(target, target_params, hidden[-1], scored)
     scores = score_positions(
         target, draft, target_params, draft_params, hidden, best, segments, labels, **settings
