@@ -25,11 +25,19 @@ from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.cache import bucket_capacity
-from spd_jax.ops.sampling import argmax_lowest
+from spd_jax.ops.sampling import argmax_lowest, plan
 from spd_jax.pipeline.loop import OnTokens, Stopwatch, decode_batch
 from spd_jax.pipeline.programs import TOKEN_BUCKET
 from spd_jax.program import is_traced
-from spd_jax.requests import Prompt, Request, check_batch, check_ids, is_int, make_request
+from spd_jax.requests import (
+    Prompt,
+    Request,
+    check_batch,
+    check_ids,
+    is_int,
+    make_inputs,
+    make_request,
+)
 from spd_jax.results import DecodeResult, make_stats
 
 GREEDY = SamplingConfig()
@@ -54,12 +62,14 @@ def decode(
 ) -> DecodeResult | list[DecodeResult]:
     """Decodes with the target in a pipeline and the draft module beside it; exact.
 
-    The tokens are those of `generate`: the draft decides only how many cycles they take.
+    The draft decides only how many cycles a text takes. Greedy tokens, and with the verifier
+    "coupled" sampled ones too, are those of `generate`; with "rejection" they have the same
+    distribution, and another draw for another draft.
 
     Args:
       prompt: token ids, a string (chat template), or a list of either (a batch).
       max_new_tokens: at least 1; prompt and new tokens must fit the model's context.
-      sampling: temperature 0 (greedy); others are not supported yet.
+      sampling: how tokens are chosen and drafts are verified; greedy by default.
       stop_ids: ids that end a text; None: the target's; (): never.
       seed: of random draws, one or one per prompt; greedy decoding makes none.
       n_stages: N, from 2 to the target's layers; None: what the draft was trained for.
@@ -77,23 +87,13 @@ def decode(
     """
     check_not_traced((target, draft), "decode")
     _check_sampling(sampling)
-    if sampling.temperature > 0:
-        raise ConfigError(
-            f"decode supports temperature 0 (greedy) only so far, got {sampling.temperature}; "
-            "use generate to sample"
-        )
     if not is_int(chunk_cycles) or not 1 <= chunk_cycles < 2**31:
         raise ConfigError(f"chunk_cycles must be an integer from 1 to 2^31 - 1, got {chunk_cycles}")
     request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
     engine = build_engine(target, draft, n_stages, stage_layers, mesh, placement)
+    inputs = make_inputs(target, request, sampling)
     decoded = decode_batch(
-        engine,
-        request.prompts,
-        request.prompt_lens,
-        request.stop_ids,
-        request.max_new_tokens,
-        chunk_cycles,
-        on_tokens,
+        engine, request.prompts, inputs, request.max_new_tokens, chunk_cycles, on_tokens
     )
     results = [
         finish_result(
@@ -127,7 +127,7 @@ def generate(
 
     Args:
       prompt: token ids, a string (chat template), or a list of either (a batch).
-      max_new_tokens: at least 1; sampling: temperature and top-k.
+      max_new_tokens: at least 1; sampling: temperature, top-k and top-p.
       stop_ids: ids that end a text; None: the target's; (): never.
       seed: prompt b draws from seed + b, or from its own entry of a list.
 
@@ -139,8 +139,6 @@ def generate(
     """
     check_not_traced(target, "generate")
     _check_sampling(sampling)
-    if sampling.top_p < 1:
-        raise ConfigError(f"top_p below 1 is not supported yet, got {sampling.top_p}; use top_k")
     request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
     n_slots = -(-max_new_tokens // TOKEN_BUCKET) * TOKEN_BUCKET
     capacity = bucket_capacity(
@@ -148,18 +146,21 @@ def generate(
     )
     limit, lens = jnp.int32(max_new_tokens), jnp.asarray(request.prompt_lens)
     params, stops = whole_params(target), jnp.asarray(request.stop_ids)
-    static = {"config": target.config, "sampling": sampling}
-    args = (params, jnp.asarray(request.prompts), lens, request.keys, stops, limit)
+    method, knobs = plan(
+        dataclasses.replace(sampling, verifier="coupled"), target.config.vocab_size
+    )
+    static = {"config": target.config, "method": method}
+    args = (params, jnp.asarray(request.prompts), lens, request.keys, stops, limit, knobs)
     start = reference.start_ar.compile(*args, capacity=capacity, n_slots=n_slots, **static)
     clock = Stopwatch()
     state = jax.block_until_ready(start(*args))
     prefill_seconds = clock.lap()
     steps = jnp.int32(AR_CHUNK_STEPS)
-    args = (params, state, lens, request.keys, stops, limit, steps)
+    args = (params, state, lens, request.keys, stops, limit, knobs, steps)
     proceed = reference.continue_ar.compile(*args, **static)
     clock.lap()  # compiling is not decoding
     while not bool(np.all(np.asarray(state.done))):
-        state = proceed(params, state, lens, request.keys, stops, limit, steps)
+        state = proceed(params, state, lens, request.keys, stops, limit, knobs, steps)
     decode_seconds = clock.lap()
     tokens, counts = np.asarray(state.tokens), np.asarray(state.n_tokens)
     results = [

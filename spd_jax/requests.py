@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from spd_jax.checks import ConfigError, require
-from spd_jax.config import V10DraftConfig
+from spd_jax.config import SamplingConfig, V10DraftConfig
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.distill import IGNORED
 from spd_jax.models.reference import padded_prompt_len
+from spd_jax.ops.sampling import plan
+from spd_jax.pipeline.state import Inputs
 from spd_jax.program import is_traced
 
 Prompt = str | Sequence[int]
@@ -57,6 +59,19 @@ def make_request(
     lens = np.array([len(one) for one in ids], np.int32)
     stops = pad_stop_ids(target, target.stop_ids if stop_ids is None else stop_ids)
     return Request(prompts, lens, _keys(seed, len(ids)), stops, int(max_new_tokens), single)
+
+
+def make_inputs(target: Target, request: Request, sampling: SamplingConfig) -> Inputs:
+    """Returns what the engine's programs read of a request."""
+    method, knobs = plan(sampling, target.config.vocab_size)
+    return Inputs(
+        jnp.asarray(request.prompt_lens),
+        request.keys,
+        jnp.asarray(request.stop_ids),
+        jnp.int32(request.max_new_tokens),
+        knobs,
+        method,
+    )
 
 
 def check_context(
@@ -140,7 +155,7 @@ def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
         )
     if not all(-(2**63) <= s < 2**63 for s in seeds):
         raise ConfigError(f"seed: expected 64-bit integers, got {seed!r}")
-    return jnp.stack([jax.random.key(int(s)) for s in seeds])
+    return jnp.stack([jax.random.key(int(s), impl="threefry2x32") for s in seeds])
 
 
 def check_batch(target: Target, draft: Draft, batch: dict[str, jax.Array]) -> None:

@@ -17,7 +17,14 @@ from rich.table import Table
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
-from spd_jax.config import DraftConfig, LayerKind, PipelineConfig, TargetConfig, refuse_v10
+from spd_jax.config import (
+    DraftConfig,
+    LayerKind,
+    PipelineConfig,
+    SamplingConfig,
+    TargetConfig,
+    refuse_v10,
+)
 from spd_jax.models import target as model
 from spd_jax.models.draft import (
     check_grows,
@@ -38,6 +45,7 @@ from train.vocabulary import read_draft_ids
 DRY_RUN_FLAGS = ("--dry-run", "--dry_run")
 DRY_RUN_HELP = "With --dry-run, only says what memory the run and its decoding need."
 GIB = 1 << 30
+SAMPLED = SamplingConfig(temperature=1.0)  # it keeps more than greedy decoding
 MOST_OF_A_SIZE, MOST_LAYERS = 1 << 24, 1 << 12  # of a target
 
 
@@ -125,7 +133,7 @@ def make_plan(config: DryRunConfig) -> Plan:
     draft_params = jax.eval_shape(init, target_params, jax.random.key(config.seed))
     engine = shape_engine(spec, target_params, draft_params)
     prompt_len = config.context_len // 2
-    state = trace(engine, config.decode_batch, prompt_len, config.context_len - prompt_len)
+    state = trace(engine, config.decode_batch, prompt_len, config.context_len - prompt_len, SAMPLED)
     memory = None if config.device_memory is None else config.device_memory * GIB
     return Plan(
         config,
@@ -195,6 +203,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         "draft projections": ranks.projs,
         "KV caches": ranks.kv_caches,
         "state rings": ranks.state_rings,
+        "drafts in flight (sampling)": ranks.proposals,
         "rest of the state": ranks.rest,
         "in all": ranks.total,
     }

@@ -84,7 +84,7 @@ def write_row(cache: Rows, rows: Rows, positions: jax.Array, keep: jax.Array) ->
     """
     if "k" in cache:
         slots = jnp.where(keep, positions, cache["v"].shape[2] - 1)
-        return _write_each(cache, rows, slots, {"k": 3, "v": 2})
+        return write_each(cache, rows, slots, {"k": 3, "v": 2})
     return _write_states(cache, rows, positions, keep)
 
 
@@ -116,10 +116,10 @@ def _write_states(cache: Rows, rows: Rows, positions: jax.Array, keep: jax.Array
     spare = cache["state"].shape[1] - 1
     slots = jnp.where(keep, jnp.mod(positions, spare), spare)
     rows = {name: x[:, None] for name, x in rows.items()}
-    return _write_each(cache, rows, slots, dict.fromkeys(rows, 1))
+    return write_each(cache, rows, slots, dict.fromkeys(rows, 1))
 
 
-def _write_each(cache: Rows, rows: Rows, slots: jax.Array, axes: dict[str, int]) -> Rows:
+def write_each(cache: Rows, rows: Rows, slots: jax.Array, axes: dict[str, int]) -> Rows:
     """Writes one row per sequence at slots int [B] of the given axes.
 
     A loop of slice updates: XLA's CPU backend copies the whole cache for a scatter.

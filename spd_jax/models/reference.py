@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spd_jax.config import SamplingConfig, TargetConfig
+from spd_jax.config import TargetConfig
 from spd_jax.models import target as model
 from spd_jax.models.cache import Rows, init_cache, write_chunk, write_row
 from spd_jax.ops.attention import causal_mask
-from spd_jax.ops.sampling import sample
+from spd_jax.ops.sampling import Knobs, Method, sample
 from spd_jax.program import Program
 
 PREFILL_CHUNK = 128
@@ -97,20 +97,22 @@ def start_state(
     keys: jax.Array,
     stop_ids: jax.Array,
     limit: jax.Array,
+    knobs: Knobs,
     *,
     config: TargetConfig,
     capacity: int,
     n_slots: int,
-    sampling: SamplingConfig,
+    method: Method,
 ) -> ARState:
     """Runs the prefill and commits the first token of each sequence.
 
     Args:
       prompts, prompt_lens: as for `prefill`; keys: typed [B].
       stop_ids: int [n], -1 pads; limit: int scalar, max_new_tokens, at most n_slots.
+      method, knobs: how tokens are drawn, as `ops.sampling.plan` gives them.
     """
     caches, last_hidden = prefill(config, params, prompts, prompt_lens, capacity)
-    first = sample(model.logits(config, params, last_hidden), keys, prompt_lens, sampling)
+    first = sample(model.logits(config, params, last_hidden), keys, prompt_lens, method, knobs)
     n_batch = prompts.shape[0]
     tokens = jnp.zeros((n_batch, n_slots), jnp.int32).at[:, 0].set(first)
     done = is_stop(first, stop_ids) | (limit == 1)
@@ -130,10 +132,11 @@ def decode_steps(
     keys: jax.Array,
     stop_ids: jax.Array,
     limit: jax.Array,
+    knobs: Knobs,
     n_steps: jax.Array,
     *,
     config: TargetConfig,
-    sampling: SamplingConfig,
+    method: Method,
 ) -> ARState:
     """Runs up to n_steps (traced) more steps, fewer when every sequence is done."""
     n_batch, n_slots = state.tokens.shape
@@ -160,7 +163,8 @@ def decode_steps(
             write_row(*pair, position, ~state.done) for pair in zip(state.caches, rows, strict=True)
         ]
         scores = model.run_if(active, lambda: model.logits(config, params, hidden[:, 0]))
-        new = jnp.where(state.done, state.last, sample(scores, keys, position + 1, sampling))
+        drawn = sample(scores, keys, position + 1, method, knobs)
+        new = jnp.where(state.done, state.last, drawn)
         write_idx = jnp.where(state.done, n_slots, state.n_tokens)  # out of range: dropped
         tokens = state.tokens.at[jnp.arange(n_batch), write_idx].set(new, mode="drop")
         n_tokens = state.n_tokens + ~state.done

@@ -1,7 +1,8 @@
 """One lockstep cycle: every stage moves one token on while the draft module proposes the next.
 
 compute (a branch per rank) -> write cache rows -> gather hidden states -> heads -> control.
-Two collectives. Features are read as they were at the start of the cycle.
+Two collectives, three where sampling needs one more. Features are read as they were at the start
+of the cycle.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax import lax
 from spd_jax.models.aggregate import make_row, normalise
 from spd_jax.models.cache import write_row
 from spd_jax.pipeline.comm import Comm
-from spd_jax.pipeline.heads import Heads, best_if, choose
+from spd_jax.pipeline.draws import name_tokens
 from spd_jax.pipeline.slots import Slots, map_slots
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
@@ -39,13 +40,16 @@ def run_cycle(
     with jax.named_scope("exchange"):
         gathered = comm.gather_ranks(sent)[:, :, :, 0]  # [N+1, K, B, D]
     with jax.named_scope("heads"):
-        ids, rows = _heads(spec, comm, weights.heads, state, gathered[n - 1, 0], gathered[n, 0])
+        named = name_tokens(
+            spec, comm, weights.heads, state, inputs, gathered[n - 1, 0], gathered[n, 0]
+        )
+        ids, rows, proposals = named
     with jax.named_scope("control"):
         new, reject = control(state, inputs, n, ids[0], ids[1])
         entering = jnp.where(reject[:, None], rows[0], rows[1])
         hidden = jnp.concatenate([entering[None], gathered[: n - 1, 0]])
         ring = _update_ring(spec, state, gathered, entering, new.newest)
-    return dataclasses.replace(new, caches=caches, hidden=hidden, ring=ring)
+    return dataclasses.replace(new, caches=caches, proposals=proposals, hidden=hidden, ring=ring)
 
 
 def _compute(
@@ -114,22 +118,6 @@ def _draft(
         state.newest - state.fill,
         kept=n - state.fill,
     )
-
-
-def _heads(
-    spec: EngineSpec,
-    comm: Comm,
-    heads: Heads,
-    state: PipelineState,
-    leaving: jax.Array,
-    drafted: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns ids [2, B] and embedding rows [2, B, D]: the target's token, the draft's token."""
-    running = ~state.done
-    draft = best_if(jnp.any(running), heads, comm, drafted, *heads.draft_rows())
-    any_full = jnp.any(running & (state.fill == spec.n_stages))
-    target = best_if(any_full, heads, comm, leaving, *heads.target_rows())
-    return choose(comm, jnp.stack([target, draft]), leaving.dtype)
 
 
 def _update_ring(

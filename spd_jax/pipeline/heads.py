@@ -54,21 +54,14 @@ def shard_ids(ids: np.ndarray, n_shards: int) -> np.ndarray:
     return table
 
 
-def best_if(active: jax.Array, heads: Heads, comm: Comm, hidden: jax.Array, *head) -> jax.Array:
-    """As `local_best` where the scalar `active` holds, else zeros: see `models.target.run_if`."""
-    return lax.cond(
-        active,
-        lambda: local_best(heads, comm, hidden, *head),
-        lambda: comm.zeros((hidden.shape[0], 2 + hidden.shape[-1]), jnp.int32),
-    )
-
-
-def local_best(
-    heads: Heads, comm: Comm, hidden: jax.Array, rows: jax.Array, ids: jax.Array
-) -> jax.Array:
-    """Returns int32 [B, 2 + D] (value, id, embedding row; floats bitcast) of this shard's best."""
+def logits(heads: Heads, hidden: jax.Array, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the logits float32 [B, n] of hidden states [B, D]; -inf where there is no id."""
     normed = rms_norm(hidden, heads.final_scale, heads.norm_eps)
-    scores = jnp.where(ids >= 0, linear(normed, rows, jnp.float32), -jnp.inf)
+    return jnp.where(ids >= 0, linear(normed, rows, jnp.float32), -jnp.inf)
+
+
+def pick(heads: Heads, comm: Comm, scores: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns int32 [B, 2 + D] (score, id, embedding row; floats bitcast) of this shard's best."""
     best = jnp.argmax(scores, axis=-1)  # the lowest index, so the lowest id
     value = jnp.take_along_axis(scores, best[:, None], axis=1)
     best_id = ids[best]

@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Callable
 
-import jax.numpy as jnp
 import numpy as np
 
 from spd_jax.pipeline import programs
@@ -53,8 +52,7 @@ class Stopwatch:
 def decode_batch(
     engine: Engine,
     prompts: np.ndarray,
-    prompt_lens: np.ndarray,
-    stop_ids: np.ndarray,
+    inputs: Inputs,
     max_new_tokens: int,
     chunk_cycles: int,
     on_tokens: OnTokens | None,
@@ -62,11 +60,10 @@ def decode_batch(
     """Decodes a batch to its end.
 
     Args:
-      prompts: int32 [B, T] right-padded; prompt_lens: int32 [B]; stop_ids: int32 [n], -1 pads.
+      prompts: int32 [B, T] right-padded.
       on_tokens: called with a sequence's index and its newly verified ids after every chunk.
     """
     n_batch = prompts.shape[0]
-    inputs = Inputs(jnp.asarray(prompt_lens), jnp.asarray(stop_ids), jnp.int32(max_new_tokens))
     fill_caches = programs.prefill(engine, prompts, inputs, max_new_tokens)
     clock = Stopwatch()
     state = fill_caches()

@@ -17,7 +17,8 @@ from spd_jax.models.cache import Rows, init_cache, write_chunk
 from spd_jax.models.reference import is_stop
 from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline.comm import Comm
-from spd_jax.pipeline.heads import Heads, choose, embed_rows, local_best
+from spd_jax.pipeline.draws import empty_proposals, first_tokens
+from spd_jax.pipeline.heads import Heads, embed_rows
 from spd_jax.pipeline.slots import Slots, cache_slots, map_slots
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
@@ -101,9 +102,7 @@ def _first_state(
     """Commits the first token: one token in flight, the last prompt position in the ring."""
     n, n_batch, width = spec.n_stages, *last_hidden.shape
     dtype, prompt_lens = last_hidden.dtype, inputs.prompt_lens
-    best = local_best(heads, comm, last_hidden, *heads.target_rows())
-    ids, rows = choose(comm, best[None], dtype)
-    first, entering = ids[0], rows[0]
+    first, entering = first_tokens(comm, heads, inputs, last_hidden)
     batch = jnp.arange(n_batch)
     ring = jnp.zeros((n_batch, n + 1, spec.n_anchors, width), dtype)
     ring = ring.at[batch, (prompt_lens - 1) % (n + 1)].set(anchors)
@@ -111,6 +110,7 @@ def _first_state(
     ones = jnp.ones(n_batch, jnp.int32)
     return PipelineState(
         caches=caches,
+        proposals=empty_proposals(spec, comm, heads, inputs),
         hidden=jnp.zeros((n, n_batch, width), dtype).at[0].set(entering),
         ring=ring,
         tokens=jnp.zeros((n_batch, n_slots), jnp.int32).at[:, 0].set(first),

@@ -13,8 +13,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from spd_jax.config import SamplingConfig
 from spd_jax.models.cache import bucket_capacity
 from spd_jax.models.reference import padded_prompt_len
+from spd_jax.ops.sampling import plan
 from spd_jax.pipeline.comm import LocalComm, MeshComm
 from spd_jax.pipeline.cycle import run_cycle
 from spd_jax.pipeline.placing import EVERYWHERE, ON_RANK, weight_specs
@@ -64,7 +66,13 @@ def prefill(
     return lambda: jax.block_until_ready(program(*args))
 
 
-def trace(engine: Engine, n_batch: int, prompt_len: int, max_new_tokens: int) -> PipelineState:
+def trace(
+    engine: Engine,
+    n_batch: int,
+    prompt_len: int,
+    max_new_tokens: int,
+    sampling: SamplingConfig,
+) -> PipelineState:
     """Traces prefill and a chunk of cycles; returns the shapes of the state between two cycles.
 
     Nothing runs or is compiled: the engine may be one of shapes on an abstract mesh.
@@ -72,7 +80,9 @@ def trace(engine: Engine, n_batch: int, prompt_len: int, max_new_tokens: int) ->
     ids = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     n_padded = padded_prompt_len(prompt_len)
     static = _prefill_static(engine, n_padded, prompt_len, max_new_tokens)
-    inputs = Inputs(prompt_lens=ids((n_batch,)), stop_ids=ids((1,)), limit=ids(()))
+    method, knobs = plan(sampling, engine.spec.target.vocab_size)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), n_batch))
+    inputs = Inputs(ids((n_batch,)), keys, ids((1,)), ids(()), knobs, method)
     state = PREFILL.shapes(engine.weights, ids((n_batch, n_padded)), inputs, **static)
     static = {"spec": engine.spec, "mesh": engine.mesh}
     return CHUNK.shapes(engine.weights, state, inputs, ids(()), **static)
@@ -140,15 +150,22 @@ def _run_compact(state, inputs, idx, n_kept, *, mesh):
     def take(axis: int) -> Callable:
         return lambda x: jnp.take(x, idx, axis=axis)
 
-    caches = jax.tree.map(take(0 if mesh is None else 1), state.caches)
-    rest = jax.tree.map(take(0), dataclasses.replace(state, caches=None, hidden=None))
+    by_rank = jax.tree.map(take(0 if mesh is None else 1), per_rank(state))
+    rest = jax.tree.map(take(0), dataclasses.replace(state, hidden=None, **NO_RANKS))
     done = rest.done | (jnp.arange(idx.shape[0]) >= n_kept)
     rest = dataclasses.replace(rest, hidden=take(1)(state.hidden), done=done)
-    inputs = dataclasses.replace(inputs, prompt_lens=take(0)(inputs.prompt_lens))
+    inputs = dataclasses.replace(
+        inputs, prompt_lens=take(0)(inputs.prompt_lens), keys=take(0)(inputs.keys)
+    )
     if mesh is not None:
-        caches = lax.with_sharding_constraint(caches, NamedSharding(mesh, ON_RANK))
+        by_rank = lax.with_sharding_constraint(by_rank, NamedSharding(mesh, ON_RANK))
         rest, inputs = lax.with_sharding_constraint((rest, inputs), NamedSharding(mesh, EVERYWHERE))
-    return dataclasses.replace(rest, caches=caches), inputs
+    return dataclasses.replace(rest, **by_rank), inputs
+
+
+def per_rank(state: PipelineState) -> dict[str, Any]:
+    """The fields of a state that differ by rank."""
+    return {name: getattr(state, name) for name in PER_RANK}
 
 
 def _on_ranks(fn: Callable, spec: EngineSpec, mesh: Mesh | None, *args) -> PipelineState:
@@ -157,17 +174,17 @@ def _on_ranks(fn: Callable, spec: EngineSpec, mesh: Mesh | None, *args) -> Pipel
         return fn(LocalComm(spec.n_stages), *args)
     specs = tuple(_partition(arg) for arg in args)
 
-    def per_rank(*args):
+    def on_rank(*args):
         local = [
             jax.tree.map(lambda s, x: _unblock(s, x), spec_tree, arg)
             for spec_tree, arg in zip(specs, args, strict=True)
         ]
         state = fn(MeshComm(spec.n_stages), *local)
-        return dataclasses.replace(state, caches=jax.tree.map(lambda x: x[None], state.caches))
+        return dataclasses.replace(state, **jax.tree.map(lambda x: x[None], per_rank(state)))
 
-    return jax.shard_map(
-        per_rank, mesh=mesh, in_specs=specs, out_specs=STATE_SPECS, check_vma=True
-    )(*args)
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=STATE_SPECS, check_vma=True)(
+        *args
+    )
 
 
 def _partition(arg) -> PartitionSpec | EngineWeights | PipelineState:
@@ -182,11 +199,14 @@ def _unblock(spec: PartitionSpec, tree):
     return jax.tree.map(lambda x: x[0], tree) if spec == ON_RANK else tree
 
 
+PER_RANK = ("caches", "proposals")  # fields of the state that differ by rank
+NO_RANKS = dict.fromkeys(PER_RANK)
 STATE_SPECS = PipelineState(
-    caches=ON_RANK,
-    **{f.name: EVERYWHERE for f in dataclasses.fields(PipelineState) if f.name != "caches"},
+    **{
+        f.name: ON_RANK if f.name in PER_RANK else EVERYWHERE
+        for f in dataclasses.fields(PipelineState)
+    }
 )
-
 PREFILL = Program(_run_prefill)
 CHUNK = Program(_run_chunk, donate=(1,))
 COMPACT = Program(_run_compact)

@@ -23,7 +23,7 @@ from spd_jax.pipeline.placing import (
     wasted_bytes,
     weight_specs,
 )
-from spd_jax.pipeline.programs import STATE_SPECS, Engine
+from spd_jax.pipeline.programs import NO_RANKS, STATE_SPECS, Engine
 from spd_jax.pipeline.slots import Slots, cache_slots
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.state import PipelineState
@@ -38,6 +38,7 @@ class EngineBytes:
     projs: int  # the PDM's aggregation matrices, on all ranks
     kv_caches: int
     state_rings: int  # of delta-nets
+    proposals: int  # of rejection sampling: what the drafts in flight were drawn from
     rest: int  # of the decode state: the same on all ranks
     wasted_layers: tuple[int, ...]  # per rank, of `layers`
     wasted_caches: tuple[int, ...]  # per rank, of `kv_caches` and `state_rings`
@@ -50,7 +51,7 @@ class EngineBytes:
     @property
     def total(self) -> int:
         """All that a rank holds between two cycles."""
-        return self.layers + self.heads + self.projs + self.caches + self.rest
+        return self.layers + self.heads + self.projs + self.caches + self.proposals + self.rest
 
 
 def shape_engine(spec: EngineSpec, target_params: Any, draft_params: Any) -> Engine:
@@ -64,14 +65,15 @@ def count_engine(engine: Engine, state: PipelineState) -> EngineBytes:
     """Counts an engine on a mesh, abstract or not, and its state between two cycles."""
     weights, (caches,) = engine.weights, state.caches
     specs = weight_specs(weights)
-    rest = dataclasses.replace(state, caches=None)
+    rest, rest_specs = (dataclasses.replace(x, **NO_RANKS) for x in (state, STATE_SPECS))
     return EngineBytes(
         layers=_on_a_rank(weights.ranks, specs.ranks),
         heads=_on_a_rank(weights.heads, specs.heads),
         projs=_on_a_rank(weights.projs, specs.projs),
         kv_caches=_on_a_rank(caches.get("attention"), STATE_SPECS.caches),
         state_rings=_on_a_rank(caches.get("delta"), STATE_SPECS.caches),
-        rest=_on_a_rank(rest, dataclasses.replace(STATE_SPECS, caches=None)),
+        proposals=_on_a_rank(state.proposals, STATE_SPECS.proposals),
+        rest=_on_a_rank(rest, rest_specs),
         wasted_layers=tuple(wasted_bytes(engine.spec, weights)),
         wasted_caches=tuple(_wasted_caches(engine.spec, caches)),
     )

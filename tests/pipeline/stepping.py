@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from spd_jax.config import SamplingConfig
 from spd_jax.engines import build_engine
 from spd_jax.models.bundle import Draft, Target
 from spd_jax.pipeline import programs
 from spd_jax.pipeline.programs import Engine
 from spd_jax.pipeline.state import Inputs, PipelineState
-from spd_jax.requests import make_request
+from spd_jax.requests import make_inputs, make_request
 
 
 @dataclasses.dataclass
@@ -45,14 +46,11 @@ def start(
     mesh: str | None,
     stop_ids: Sequence[int] = (),
     stage_layers: Sequence[int] | None = None,
+    sampling: SamplingConfig = SamplingConfig(),  # noqa: B008
 ) -> Stepper:
-    """Prefills a batch; mesh and stage_layers as in `decode`."""
+    """Prefills a batch; mesh, stage_layers and sampling as in `decode`."""
     engine = build_engine(target, draft, None, stage_layers, mesh, "auto")
     request = make_request(target, prompts, max_new_tokens, stop_ids, 0)
-    inputs = Inputs(
-        jnp.asarray(request.prompt_lens),
-        jnp.asarray(request.stop_ids),
-        jnp.int32(max_new_tokens),
-    )
+    inputs = make_inputs(target, request, sampling)
     state = programs.prefill(engine, request.prompts, inputs, max_new_tokens)()
     return Stepper(engine, inputs, state)

@@ -11,7 +11,7 @@ from spd_jax.config import DraftConfig, PipelineConfig
 from spd_jax.ops.sampling import argmax_lowest
 from spd_jax.pipeline import placing
 from spd_jax.pipeline.comm import LocalComm, MeshComm
-from spd_jax.pipeline.heads import choose, local_best
+from spd_jax.pipeline.heads import choose, logits, pick
 from spd_jax.pipeline.mesh import resolve_mesh
 from spd_jax.pipeline.spec import EngineSpec
 from tests.random_models import make_draft, make_target
@@ -22,8 +22,11 @@ N_ROWS = 200
 
 def choose_ids(comm, heads, hidden):
     """Ids [2, B] of the target's head and the draft's, and their embedding rows."""
-    rows = (heads.target_rows(), heads.draft_rows())
-    packed = jnp.stack([local_best(heads, comm, hidden, *pair) for pair in rows])
+    packed = [
+        pick(heads, comm, logits(heads, hidden, *pair), pair[1])
+        for pair in (heads.target_rows(), heads.draft_rows())
+    ]
+    packed = jnp.stack(packed)
     return choose(comm, packed, hidden.dtype)
 
 

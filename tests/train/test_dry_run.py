@@ -16,11 +16,13 @@ import pytest
 import spd_jax
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import run
+from spd_jax.config import SamplingConfig
 from spd_jax.engines import build_engine
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft
 from spd_jax.models.cache import init_cache
 from spd_jax.models.draft import check_pair, check_row_types, init_params
+from spd_jax.ops.sampling import plan
 from spd_jax.pipeline.programs import cache_capacity, prefill
 from spd_jax.pipeline.state import Inputs
 from spd_jax.weights import load_target_config, load_target_files
@@ -74,8 +76,9 @@ def test_counted_weights_are_those_of_real_arrays_on_nine_devices(hybrid_directo
 def test_counted_caches_and_state_are_those_of_a_decode_on_nine_devices(hybrid_directory):
     config, engine = mesh_settings(hybrid_directory)
     counted = dry_run.make_plan(config).ranks
-    lens = jnp.full(2, 64, jnp.int32)
-    inputs = Inputs(prompt_lens=lens, stop_ids=jnp.array([-1]), limit=jnp.int32(1))
+    lens, keys = jnp.full(2, 64, jnp.int32), jax.random.split(jax.random.key(0), 2)
+    method, knobs = plan(SamplingConfig(1.0), engine.spec.target.vocab_size)
+    inputs = Inputs(lens, keys, jnp.array([-1]), jnp.int32(1), knobs, method)
     state = prefill(engine, np.ones((2, 64), np.int32), inputs, 64)()
     (caches,) = state.caches
     assert device_bytes(caches["attention"]) == [counted.kv_caches] * 9

@@ -1,0 +1,206 @@
+"""What the heads name in a cycle: the target's token at the position that is verified, by the
+hidden state that leaves, and the draft's token for the next position.
+
+    hidden -> logits -> cuts (a collective, where sampling needs one) -> draws -> winners (another)
+
+Rejection sampling accepts a draft x of q with probability min(1, p(x) / q(x)) and draws from
+max(0, p - q) where it does not; `coupled` takes the best of log p and of log q plus the same noise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from spd_jax.models.cache import write_each
+from spd_jax.ops import sampling
+from spd_jax.ops.sampling import GREEDY
+from spd_jax.pipeline.comm import Comm
+from spd_jax.pipeline.heads import Heads, choose, logits, pick
+from spd_jax.pipeline.spec import EngineSpec
+from spd_jax.pipeline.state import Inputs, PipelineState, Proposals
+
+Head = tuple[jax.Array, jax.Array]  # a shard's logits float32 [B, n], and its ids int32 [n]
+Draw = Callable[[], jax.Array]  # gives float32 [B, n], of which the largest is what is drawn
+
+
+def first_tokens(
+    comm: Comm, heads: Heads, inputs: Inputs, hidden: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draws what follows the prompts, from the target alone, as `generate` does.
+
+    Args:
+      hidden: [B, D], of the last prompt positions.
+    Returns:
+      ids int32 [B] and their embedding rows [B, D].
+    """
+    rows, ids = heads.target_rows()
+    head = logits(heads, hidden, rows, ids), ids
+    (draw,) = _noisy(comm, inputs, [(head, inputs.prompt_lens)])
+    first, rows = choose(comm, pick(heads, comm, draw(), ids)[None], hidden.dtype)
+    return first[0], rows[0]
+
+
+def name_tokens(
+    spec: EngineSpec,
+    comm: Comm,
+    heads: Heads,
+    state: PipelineState,
+    inputs: Inputs,
+    leaving: jax.Array,
+    drafted: jax.Array,
+) -> tuple[jax.Array, jax.Array, Proposals | None]:
+    """Names the target's token and the draft's.
+
+    Args:
+      leaving, drafted: hidden states [B, D] of the token that leaves and of the PDM's newest row.
+    Returns:
+      ids int32 [2, B], their embedding rows [2, B, D] (of the target's, where its id is not that
+      of the draft it was verified with), and the new proposals.
+    """
+    method, running = inputs.method, ~state.done
+    full = running & (state.fill == spec.n_stages)
+    any_full, any_running = jnp.any(full), jnp.any(running)
+    checked, new = state.newest - spec.n_stages + 2, state.newest + 1  # the positions
+    target = _logits_if(any_full, comm, heads, leaving, heads.target_rows())
+    draft = _logits_if(any_running, comm, heads, drafted, heads.draft_rows())
+    proposals, accepted = state.proposals, None
+    if method.verifier == "rejection":
+        there = _id_at(state, checked - inputs.prompt_lens)
+        draws, accepted, proposals = _rejection(
+            comm, heads, state.proposals, inputs, (target, checked), (draft, new), there, full
+        )
+    else:
+        draws = _noisy(comm, inputs, [(target, checked), (draft, new)])
+    packed = [
+        _pick_if(active, comm, heads, draw, ids)
+        for active, draw, (_, ids) in zip(
+            (any_full, any_running), draws, (target, draft), strict=True
+        )
+    ]
+    ids, rows = choose(comm, jnp.stack(packed), leaving.dtype)
+    if accepted is not None:
+        ids = ids.at[0].set(jnp.where(accepted, there, ids[0]))
+    return ids, rows, proposals
+
+
+def empty_proposals(spec: EngineSpec, comm: Comm, heads: Heads, inputs: Inputs) -> Proposals | None:
+    """Returns the proposals before the first draft; None where none are kept."""
+    if inputs.method.verifier != "rejection":
+        return None
+    n_batch, (_, ids) = len(inputs.prompt_lens), heads.draft_rows()
+    shape = (n_batch, spec.n_stages, len(ids))
+    return Proposals(comm.zeros(shape, jnp.float32), comm.zeros((n_batch,), jnp.float32))
+
+
+def _noisy(comm: Comm, inputs: Inputs, drawn: list[tuple[Head, jax.Array]]) -> list[Draw]:
+    """Draws of heads at positions [B], greedy or with the noise that target and draft share."""
+    method = inputs.method
+    heads = [head for head, _ in drawn]
+    if method == GREEDY:
+        return [lambda found=found: found for found, _ in heads]
+    if method.n_candidates:
+        cuts, _ = sampling.find_cuts(heads, method, inputs.knobs, comm.gather_shards)
+        pairs = zip(heads, cuts, strict=True)
+        heads = [(sampling.keep(found, ids, cut), ids) for (found, ids), cut in pairs]
+
+    def draw(head: Head, positions: jax.Array) -> jax.Array:
+        found, ids = head
+        keys, knobs = inputs.keys, inputs.knobs
+        return sampling.noisy(found, keys, sampling.COUPLED, positions, ids, knobs)
+
+    return [
+        functools.partial(draw, head, positions)
+        for head, (_, positions) in zip(heads, drawn, strict=True)
+    ]
+
+
+def _rejection(
+    comm: Comm,
+    heads: Heads,
+    proposals: Proposals,
+    inputs: Inputs,
+    target_at: tuple[Head, jax.Array],
+    draft_at: tuple[Head, jax.Array],
+    there: jax.Array,
+    full: jax.Array,
+) -> tuple[list[Draw], jax.Array, Proposals]:
+    """Decides on the drafts `there` [B], and draws what replaces them and what is drafted next.
+
+    Args:
+      target_at, draft_at: a head and the positions [B] that it names tokens for.
+      full: bool [B], where `there` is verified at all.
+    Returns:
+      The draws, bool [B] accepted, and the new proposals.
+    """
+    (target, checked), (draft, new) = target_at, draft_at
+    (p_logits, p_ids), (q_logits, q_ids) = target, draft
+    knobs, n_slots = inputs.knobs, proposals.log_q.shape[1]
+    slot = jnp.mod(checked, n_slots)[:, None, None]
+    log_q = jnp.take_along_axis(proposals.log_q, slot, axis=1)[:, 0]
+
+    def of_draft(found: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(ids == there[:, None], found, 0), axis=1)
+
+    notes = jnp.stack([of_draft(p_logits, p_ids), of_draft(log_q, q_ids)], axis=1)
+    (p_cut, q_cut), notes = sampling.find_cuts(
+        [target, draft], inputs.method, knobs, comm.gather_shards, notes
+    )
+    log_p = sampling.log_probabilities(notes[:, :1], there[:, None], p_cut, knobs)[:, 0]
+    u = sampling.uniform(inputs.keys, sampling.ACCEPT, checked)
+    accepted = u * jnp.exp(notes[:, 1]) < jnp.exp(log_p)
+
+    log_p = sampling.log_probabilities(p_logits, p_ids, p_cut, knobs)
+    q = jnp.exp(log_q)
+    if heads.draft_ids is not None:  # else it lies as the target's
+        q = jnp.zeros_like(log_p).at[:, q_ids // comm.n_shards].add(jnp.where(q_ids >= 0, q, 0))
+    overlap = jnp.sum(jnp.minimum(jnp.exp(log_p), q), axis=1)
+    fresh = sampling.log_probabilities(q_logits, q_ids, q_cut, knobs)
+    written = write_each(
+        {"log_q": proposals.log_q}, {"log_q": fresh[:, None]}, jnp.mod(new, n_slots), {"log_q": 1}
+    )
+
+    def replacement() -> jax.Array:
+        noise = sampling.gumbel(inputs.keys, sampling.RESIDUAL, checked, p_ids)
+        return sampling.residual_scores(log_p, q) + noise
+
+    def proposal() -> jax.Array:
+        return fresh + sampling.gumbel(inputs.keys, sampling.DRAFT, new, q_ids)
+
+    total = proposals.overlap + jnp.where(full, overlap, 0)
+    return [replacement, proposal], accepted, Proposals(written["log_q"], total)
+
+
+def _logits_if(active: jax.Array, comm: Comm, heads: Heads, hidden: jax.Array, head: Head) -> Head:
+    """A head's logits where the scalar `active` holds, else zeros: see `models.target.run_if`.
+
+    Args:
+      hidden: [B, D]; head: its rows [n, D] and their ids.
+    """
+    rows, ids = head
+    found = lax.cond(
+        active,
+        lambda: logits(heads, hidden, rows, ids),
+        lambda: comm.zeros((len(hidden), len(ids)), jnp.float32),
+    )
+    return found, ids
+
+
+def _pick_if(active: jax.Array, comm: Comm, heads: Heads, draw: Draw, ids: jax.Array) -> jax.Array:
+    """Returns a draw as `pick` packs it, zeros where the scalar `active` does not hold."""
+    shape = jax.eval_shape(lambda: pick(heads, comm, draw(), ids))
+    return lax.cond(
+        active,
+        lambda: pick(heads, comm, draw(), ids),
+        lambda: comm.zeros(shape.shape, shape.dtype),
+    )
+
+
+def _id_at(state: PipelineState, index: jax.Array) -> jax.Array:
+    """The ids int32 [B] at indices [B] of the token buffers."""
+    batch = jnp.arange(len(index))
+    return state.tokens[batch, jnp.maximum(index, 0)]
