@@ -2,6 +2,7 @@
 
 python -m infer.decode --prompt "Why is the sky blue?"
 python -m infer.decode --cpu-devices 6 --compare      # six virtual CPU devices: sharded mode
+python -m infer.decode --temperature 0.7 --top-p 0.9   # sampled, from the target's distribution
 python -m infer.decode --target tiny                  # random weights, no download
 """
 
@@ -16,13 +17,13 @@ from typing import IO, Any, Literal
 import spd_jax
 from infer import report
 from infer.agreement import compare_tokens
-from infer.startup import load_subject, start_devices
+from infer.startup import SamplingFlags, load_subject, start_devices
 from spd_jax.commandline import EXIT_INTERRUPTED, parse_flags, run, say
 from spd_jax.prompts import prompt_ids
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodeFlags:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeFlags(SamplingFlags):
     """Decode one prompt with Speculative Pipeline Decoding; the text is exactly the target's."""
 
     prompt: str = "Explain in simple words how a pipeline of workers can build cars faster."
@@ -52,7 +53,7 @@ class DecodeFlags:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype that the target and the draft run in."""
     seed: int = 0
-    """Seed of everything random (greedy decoding draws nothing; a random head does)."""
+    """Seed of everything random: of sampled text, and of a random head."""
     compare: bool = False
     """Decode autoregressively too and say whether the tokens are identical; exit code 1 where they
     differ by more than rounding explains."""
@@ -94,6 +95,9 @@ class TextSink:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code."""
     flags = parse_flags(DecodeFlags, "python -m infer.decode", argv)
+    if flags.compare:
+        flags.check_comparable("--compare")
+    sampling = flags.sampling
     start_devices(flags.cpu_devices)
     subject = load_subject(flags)
     target = subject.target
@@ -106,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             subject.draft,
             prompt,
             max_new_tokens=flags.max_new_tokens,
+            sampling=sampling,
             seed=flags.seed,
             on_tokens=lambda _, ids: sink.push(ids),
             **subject.decode_settings,
@@ -119,10 +124,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.compare:
         say("compiling and running the autoregressive loop ...")
         reference = spd_jax.generate(
-            target, prompt, max_new_tokens=flags.max_new_tokens, seed=flags.seed
+            target,
+            prompt,
+            max_new_tokens=flags.max_new_tokens,
+            sampling=sampling,
+            seed=flags.seed,
         )
         figures["autoregressive"] = report.decode_figures(reference)
-        agreement = compare_tokens(target, prompt, result.tokens, reference.tokens)
+        agreement = compare_tokens(
+            target, prompt, result.tokens, reference.tokens, sampling, flags.seed
+        )
     report.print_figures(figures, sys.stderr if flags.json else sys.stdout)
     if agreement is not None:
         line = f"compare: {agreement.describe()}"

@@ -21,7 +21,7 @@ import spd_jax
 from infer.agreement import compare_tokens, first_difference
 from infer.figures import Sample, set_figures, table_rows
 from infer.report import print_figures
-from infer.startup import Subject, load_subject, start_devices
+from infer.startup import SamplingFlags, Subject, load_subject, start_devices
 from infer.teacher_forcing import draft_agreement
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
@@ -30,11 +30,13 @@ from spd_jax.prompts import PromptRow, checked_prompt_ids, read_prompts
 from spd_jax.weights.files import check_writable, write_json
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluateFlags:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateFlags(SamplingFlags):
     """Measure a draft head on files of prompts.
 
-    alpha: accepted / verified drafts of greedy decoding; every new token but the first is one
+    alpha: accepted / verified drafts of decoding, greedy unless --temperature is given; expected
+    alpha, of the rejection verifier: the mean of sum(min(p, q)) over the same drafts, with its
+    standard error; every new token but the first is one
     verified draft. Lookup: what a 2-gram lookup in prompt and text would have got right at the
     same positions. tau: stages x tokens / cycles. Sampled rows: text drawn from the target at
     --sampled-temperature; the share of its tokens (but the first) that the draft's best guess
@@ -70,7 +72,7 @@ class EvaluateFlags:
     batch_size: int = 8
     """Prompts decoded together."""
     seed: int = 0
-    """Seed of the sampled rows."""
+    """Seed of sampled text: prompt i draws from seed + i."""
     sampled_temperature: float = 0.7
     """Temperature of the sampled rows; 0 leaves them out."""
     skip_generate: bool = False
@@ -91,22 +93,23 @@ def evaluate_batch(
 ) -> Iterator[Sample]:
     """Decodes one batch in every way asked for; yields the counts of each prompt, in order."""
     limit = {"max_new_tokens": flags.max_new_tokens}
+    drawn = {"sampling": flags.sampling, "seed": first_seed}
     decoded = spd_jax.decode(
-        subject.target, subject.draft, prompts, **limit, **subject.decode_settings
+        subject.target, subject.draft, prompts, **drawn, **limit, **subject.decode_settings
     )
-    greedy = bf16 = sampled = [None] * len(rows)
+    plain = bf16 = sampled = [None] * len(rows)
     if not flags.skip_generate:
-        greedy = spd_jax.generate(subject.target, prompts, **limit)
+        plain = spd_jax.generate(subject.target, prompts, **drawn, **limit)
     if bf16_target is not None:
-        bf16 = spd_jax.generate(bf16_target, prompts, **limit)
+        bf16 = spd_jax.generate(bf16_target, prompts, **drawn, **limit)
     if flags.sampled_temperature:
         sampling = spd_jax.SamplingConfig(temperature=flags.sampled_temperature)
         sampled = spd_jax.generate(
             subject.target, prompts, sampling=sampling, seed=first_seed, **limit
         )
 
-    for row, prompt, result, ar, low, drawn in zip(
-        rows, prompts, decoded, greedy, bf16, sampled, strict=True
+    for i, (row, prompt, result, ar, low, text) in enumerate(
+        zip(rows, prompts, decoded, plain, bf16, sampled, strict=True)
     ):
         sample = Sample(
             path=row.path,
@@ -118,22 +121,26 @@ def evaluate_batch(
             lookup_hits=sum(lookup_hits(prompt, result.tokens)),
             tau=result.stats.tau,
         )
+        if result.stats.expected_alpha is not None:
+            sample.expected = result.stats.expected_alpha * sample.verified
         if ar is not None:
-            agreement = compare_tokens(subject.target, prompt, result.tokens, ar.tokens)
+            agreement = compare_tokens(
+                subject.target, prompt, result.tokens, ar.tokens, flags.sampling, first_seed + i
+            )
             sample.identical, sample.gap = agreement.identical, agreement.gap
             sample.is_rounding = agreement.is_rounding
         if ar is not None and low is not None:
             first = first_difference(ar.tokens, low.tokens)
             sample.bf16_total = len(ar.tokens)
             sample.bf16_matched = len(ar.tokens) if first is None else first
-        if drawn is not None:
-            sample.sampled_positions = len(drawn.tokens) - 1
-            sample.sampled_lookup_hits = sum(lookup_hits(prompt, drawn.tokens))
+        if text is not None:
+            sample.sampled_positions = len(text.tokens) - 1
+            sample.sampled_lookup_hits = sum(lookup_hits(prompt, text.tokens))
             sample.sampled_agreed = draft_agreement(
                 subject.target,
                 subject.draft,
                 prompt,
-                drawn.tokens,
+                text.tokens,
                 subject.n_stages,
                 subject.decode_settings["stage_layers"],
             )
@@ -143,6 +150,8 @@ def evaluate_batch(
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit code: 1 where a difference is not a rounding one."""
     flags = parse_flags(EvaluateFlags, "python -m infer.evaluate", argv)
+    if not flags.skip_generate:
+        flags.check_comparable("comparing with generate (--skip-generate leaves it out)")
     start_devices(flags.cpu_devices)
     for name in ("max_new_tokens", "batch_size", "limit"):
         value = getattr(flags, name)

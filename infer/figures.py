@@ -26,6 +26,7 @@ class Sample:
     accepted: int  # of them
     lookup_hits: int  # of them, by the 2-gram lookup
     tau: float | None
+    expected: float | None = None  # of rejection sampling: sum of sum(min(p, q)) over `verified`
     identical: bool | None = None  # to autoregressive decoding
     gap: float | None = None  # where not: the target's top-2 gap at the first difference
     is_rounding: bool | None = None  # where not: that gap is within the rounding margin
@@ -53,6 +54,7 @@ def set_figures(samples: Sequence[Sample], n_stages: int) -> dict[str, Any]:
         "cycles": cycles,
         "drafts_verified": verified,
         "alpha": ratio(_sum(samples, "accepted"), verified),
+        "expected_alpha": _expected_alpha(samples),
         "lookup": ratio(_sum(samples, "lookup_hits"), verified),
         "tau_pooled": None if per_cycle is None else n_stages * per_cycle,
         "tau_mean": ratio(sum(taus), len(taus)),
@@ -67,6 +69,11 @@ def set_figures(samples: Sequence[Sample], n_stages: int) -> dict[str, Any]:
     }
 
 
+def _expected_alpha(samples: Sequence[Sample]) -> float | None:
+    known = [s for s in samples if s.expected is not None]
+    return ratio(_sum(known, "expected"), _sum(known, "verified"))
+
+
 def table_rows(figures: dict[str, Any]) -> dict[str, str]:
     """Returns the rows of the closing table for one set, ready to print."""
     compared = figures["compared_with_generate"]
@@ -79,6 +86,7 @@ def table_rows(figures: dict[str, Any]) -> dict[str, str]:
         "tokens": shown(figures["tokens"]),
         "cycles": shown(figures["cycles"]),
         "alpha": shown(figures["alpha"]),
+        "alpha expected: mean of sum(min(p, q))": shown(figures["expected_alpha"]),
         "2-gram lookup, same positions": shown(figures["lookup"]),
         "tau, pooled": shown(figures["tau_pooled"]),
         "tau, mean of prompts": shown(figures["tau_mean"]),

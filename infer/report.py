@@ -28,6 +28,11 @@ def decode_figures(result: Any) -> dict[str, str]:
         "cycles": shown(result.cycles),
         "rejects": shown(stats.rejects),
         "alpha (accepted / verified drafts)": shown(stats.alpha),
+        **(
+            {"alpha expected: mean of sum(min(p, q))": shown(stats.expected_alpha)}
+            if stats.expected_alpha is not None
+            else {}
+        ),
         "tokens per cycle": shown(stats.tokens_per_cycle),
         "tau (equivalent accept length)": shown(stats.tau, 2),
         "S (theoretical speedup)": shown(stats.speedup, 2),
@@ -60,6 +65,7 @@ def decode_json(result: Any, identical: bool | None = None) -> str:
         "cycles": result.cycles,
         "rejects": stats.rejects,
         "alpha": stats.alpha,
+        "expected_alpha": stats.expected_alpha,
         "tau": stats.tau,
         "mode": stats.mode,
         "placement": stats.placement,

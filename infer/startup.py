@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -12,6 +12,34 @@ from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
 from spd_jax.engines import resolve_pipeline
 from spd_jax.pipeline.mesh import resolve_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """How tokens are chosen: flags that mains share."""
+
+    temperature: float = 0.0
+    """0: greedy. Above: sample, exactly from the target's distribution at this temperature."""
+    top_k: int = 0
+    """Keep the k most probable ids, and those tied with the last of them. 0: all."""
+    top_p: float = 1.0
+    """Keep the most probable ids until their sum reaches this. 1: all."""
+    verifier: Literal["rejection", "coupled"] = "rejection"
+    """Of sampling. rejection: accepts most, the text depends on the draft; coupled: draft and
+    target share their noise, and a seed gives the text of autoregressive decoding."""
+
+    @property
+    def sampling(self) -> spd_jax.SamplingConfig:
+        """The settings of `decode` and `generate`."""
+        return spd_jax.SamplingConfig(self.temperature, self.top_k, self.top_p, self.verifier)
+
+    def check_comparable(self, flag: str) -> None:
+        """Raises ConfigError where a decode cannot be compared with `generate`, token for token."""
+        if self.temperature > 0 and self.verifier == "rejection":
+            raise ConfigError(
+                f"{flag} needs one text per seed, and with the rejection verifier it depends on "
+                "the draft; add --verifier coupled or --temperature 0"
+            )
 
 
 def start_devices(cpu_devices: int | None) -> None:

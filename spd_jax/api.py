@@ -103,6 +103,7 @@ def decode(
             decoded.prefill_seconds,
             decoded.decode_seconds,
             accepted=sequence.accepted,
+            overlap=sequence.overlap,
             cycles=sequence.cycles,
             n_stages=engine.spec.n_stages,
             mode=engine.mode,
@@ -182,6 +183,7 @@ def finish_result(
     prefill_seconds: float,
     decode_seconds: float,
     accepted: list[bool] | None = None,
+    overlap: float | None = None,
     cycles: int | None = None,
     n_stages: int | None = None,
     mode: str = "virtual",
@@ -193,6 +195,7 @@ def finish_result(
     stats = make_stats(
         tokens,
         accepted,
+        overlap,
         cycles,
         n_stages,
         prefill_seconds,

@@ -155,6 +155,11 @@ def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
         )
     if not all(-(2**63) <= s < 2**63 for s in seeds):
         raise ConfigError(f"seed: expected 64-bit integers, got {seed!r}")
+    return prompt_keys(seeds)
+
+
+def prompt_keys(seeds: Sequence[int]) -> jax.Array:
+    """Returns the typed keys [B] of sequences with these seeds."""
     return jnp.stack([jax.random.key(int(s), impl="threefry2x32") for s in seeds])
 
 

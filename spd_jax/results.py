@@ -15,6 +15,7 @@ class DecodeStats:
     """Figures of one decoded sequence; a rate is None where it would divide by zero."""
 
     alpha: float | None  # accepted / verified drafts
+    expected_alpha: float | None  # mean of sum(min(p, q)) over them, of rejection sampling only
     tokens_per_cycle: float | None  # N_new / cycles
     tau: float | None  # equivalent accept length = N * N_new / cycles = speedup S0
     speedup: float | None  # S = S0 * L / (L + D * L_s), D = 0: the draft runs beside the stages
@@ -42,6 +43,7 @@ class DecodeResult:
 def make_stats(
     tokens: list[int],
     accepted: list[bool] | None,
+    overlap: float | None,
     cycles: int | None,
     n_stages: int | None,
     prefill_seconds: float,
@@ -56,6 +58,7 @@ def make_stats(
     tau = None if cycles is None else ratio(n_stages * len(tokens), cycles)
     return DecodeStats(
         alpha=None if accepted is None else ratio(after_first - rejects, after_first),
+        expected_alpha=None if overlap is None else ratio(overlap, after_first),
         tokens_per_cycle=None if cycles is None else ratio(len(tokens), cycles),
         tau=tau,
         speedup=tau,

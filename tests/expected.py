@@ -6,15 +6,16 @@ must be rare.
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
-import spd_jax
+from infer.agreement import GREEDY, deciding_margin
+from spd_jax.config import SamplingConfig
 from spd_jax.models.bundle import Target
 
-GAP = 1e-3  # between the target's two best logits where runs part
+GAP = 1e-3  # that decided a token where runs part
 SHARE = 0.005  # of the sequences; one is allowed in any run
-BUCKET = 64  # texts are padded to a multiple, so that few programs score them
 
 
 def expected_cycles(n_stages: int, accepted: list[bool]) -> int:
@@ -26,14 +27,6 @@ def expected_cycles(n_stages: int, accepted: list[bool]) -> int:
     return n_new - 1 + (n_stages - 1) * refills
 
 
-def target_gap(target: Target, ids: list[int]) -> float:
-    """The distance between the target's two best logits for what follows ids."""
-    padded = ids + [0] * (-len(ids) % BUCKET)
-    logits = np.asarray(spd_jax.target_logits(target, padded))[len(ids) - 1]
-    second, best = np.sort(logits)[-2:]
-    return float(best - second)
-
-
 @dataclasses.dataclass
 class Comparison:
     """Counts the sequences compared in one run, and the gaps where they parted."""
@@ -42,7 +35,13 @@ class Comparison:
     gaps: list[float] = dataclasses.field(default_factory=list)
 
     def add(
-        self, target: Target, prompt: list[int], got: list[int], want: list[int]
+        self,
+        target: Target,
+        prompt: list[int],
+        got: list[int],
+        want: list[int],
+        sampling: SamplingConfig = GREEDY,
+        seed: int = 0,
     ) -> float | None:
         """Returns None for equal texts, else the gap where they part (infinite: the length)."""
         self.n_sequences += 1
@@ -50,7 +49,9 @@ class Comparison:
             return None
         pairs = enumerate(zip(got, want, strict=False))
         parting = next((i for i, (a, b) in pairs if a != b), None)
-        gap = np.inf if parting is None else target_gap(target, prompt + want[:parting])
+        gap = np.inf
+        if parting is not None:
+            gap = deciding_margin(target, prompt + want[:parting], sampling, seed)
         self.gaps.append(gap)
         return gap
 
@@ -60,8 +61,14 @@ class Comparison:
         few = len(self.gaps) <= max(1, SHARE * self.n_sequences)
         return few and all(gap < GAP for gap in self.gaps)
 
-    def check(self, target: Target, prompt: list[int], got: list[int], want: list[int]) -> bool:
-        """True for equal texts; raises where they part and the rule does not excuse it."""
-        gap = self.add(target, prompt, got, want)
+    def check(
+        self, target: Target, prompt: list[int], got: list[int], want: list[int], *drawn: Any
+    ) -> bool:
+        """True for equal texts; raises where they part and the rule does not excuse it.
+
+        Args:
+          drawn: the SamplingConfig and the seed of sampled texts.
+        """
+        gap = self.add(target, prompt, got, want, *drawn)
         assert self.is_fair, f"parted at a gap of {gap}: {got} for {want}; so far {self.gaps}"
         return gap is None

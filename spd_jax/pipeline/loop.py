@@ -26,6 +26,7 @@ class Committed:
     tokens: list[int]
     accepted: list[bool]
     cycles: int = 0
+    overlap: float | None = None  # sum of min(p, q) over its drafts; None: not rejection sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,7 @@ def _read(
     """Takes over what was committed since the last look; returns which rows are done."""
     tokens, accepted = np.asarray(state.tokens), np.asarray(state.accepted)
     counts, cycles = np.asarray(state.n_committed), np.asarray(state.n_cycles)
+    overlap = None if state.proposals is None else np.asarray(state.proposals.overlap)
     for row, member in enumerate(members):
         sequence = sequences[member]
         fresh = slice(len(sequence.tokens), int(counts[row]))
@@ -103,6 +105,8 @@ def _read(
         sequence.tokens += new
         sequence.accepted += accepted[row, fresh].tolist()
         sequence.cycles = int(cycles[row])
+        if overlap is not None:
+            sequence.overlap = float(overlap[..., row].sum())  # over the shards, where they are
         if new and on_tokens is not None:
             on_tokens(member, new)
     return np.asarray(state.done)[: len(members)].tolist()

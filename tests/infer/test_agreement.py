@@ -65,7 +65,7 @@ def test_the_gap_is_read_at_the_last_common_token(gap, dtype, is_rounding, monke
 
 
 def test_a_decode_that_ends_early_is_never_called_rounding(monkeypatch):
-    monkeypatch.setattr(agreement, "top2_gap", lambda *_: 0.0)
+    monkeypatch.setattr(agreement, "deciding_margin", lambda *_: 0.0)
     found = compare_tokens(None, [1], [5, 6], [5, 6, 7])
     assert (found.position, found.identical, found.is_rounding) == (2, False, False)
 

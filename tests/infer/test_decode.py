@@ -166,7 +166,7 @@ def test_compare_fails_where_the_tokens_differ(other, code, fake_api, monkeypatc
     ids = [104, 105]
     fake_api(lambda *a, **k: result_of(ids, [True, False], 4))
     monkeypatch.setattr(spd_jax, "generate", lambda *a, **k: result_of(other, None, None))
-    monkeypatch.setattr("infer.agreement.top2_gap", lambda *a: 0.25)
+    monkeypatch.setattr("infer.agreement.deciding_margin", lambda *a: 0.25)
     assert decode.main(["--compare", "--json"]) == code
     captured = capsys.readouterr()
     assert json.loads(captured.out)["identical"] is (code == 0)
