@@ -1,8 +1,10 @@
 """Every mistake at the keyboard is one line on stderr and exit code 2."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from spd_jax import commandline
 from spd_jax.checks import ConfigError
 
 PROG = "python -m infer.decode"
+ROOT = Path(__file__).parents[2]
 
 
 def error_line(capsys) -> str:
@@ -160,3 +163,27 @@ def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
     )
     assert done.stdout.strip() == "refused", done.stderr
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("infer.decode", " numpy\n"),
+        ("train.pdm", " jax._src.api\n"),
+        ("train.prepare", " spd_jax.config\n"),
+    ],
+)
+def test_an_interrupt_during_imports_shows_no_traceback(module, imported):
+    command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
+    others = []
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr:
+            if line.endswith(imported):
+                process.send_signal(signal.SIGINT)
+            if not line.startswith("import time:"):
+                others.append(line)
+        assert process.stdout.read() == ""
+    assert (process.returncode, others) == (-signal.SIGINT, [])
