@@ -289,7 +289,12 @@ def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -
     say(f"reading {', '.join(names)} ...")
     reader = ChatReader(target.tokenizer, target.stop_ids, config.thinking)
     corpus = read_corpus(
-        names, target.config.vocab_size, config.sequence_len, reader, config.overflow
+        names,
+        target.config.vocab_size,
+        config.sequence_len,
+        reader,
+        config.overflow,
+        target.sha256,
     )
     for line in corpus.describe():
         say(line)

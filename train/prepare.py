@@ -5,8 +5,8 @@ target's own.
     python -m train.prepare --out data/train.jsonl --rows 2000 --prompts chats/*.parquet
 
 One JSON object a line: `messages`, `input_ids`, `loss_mask` (1 = written by the target),
-`temperature`, and which round and settings it is of. Started again, it goes on after the last
-whole round.
+`temperature`, the target's sha256, and which round and settings it is of. Started again, it goes
+on after the last whole round.
 """
 
 from __future__ import annotations
@@ -280,12 +280,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def write_rounds(target: Target, config: PrepareConfig, prompts: list[OpenChat] | None) -> None:
     """Generates rounds until the file holds enough rows."""
     settings = settings_digest(config, target.sha256)
+    mark = {"target_sha256": target.sha256, "settings": settings}
     first, n_left_out = resume(config, settings), 0
     with RoundProgress(config.n_rounds, first) as progress:
         for round_idx in range(first, config.n_rounds):
             chats = next_chats(target, config, prompts, round_idx)
             rows, n = write_round(target, config, chats, round_idx)
-            append(config.out, rows, {"round": round_idx, "settings": settings})
+            append(config.out, rows, mark | {"round": round_idx})
             n_left_out += n
             progress.advance(sum(sum(row["loss_mask"]) for row in rows))
     if n_left_out:

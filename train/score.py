@@ -92,7 +92,12 @@ def score_head(flags: ScoreFlags) -> dict[int, Figures]:
     drafts = [at_stages(draft, n, target.config.n_layers) for n in counts]
     reader = ChatReader(target.tokenizer, target.stop_ids, flags.thinking)
     corpus = read_corpus(
-        flags.data, target.config.vocab_size, flags.sequence_len, reader, flags.overflow
+        flags.data,
+        target.config.vocab_size,
+        flags.sequence_len,
+        reader,
+        flags.overflow,
+        target.sha256,
     )
     for line in corpus.describe():
         say(line)

@@ -35,6 +35,7 @@ def test_the_mask_marks_what_the_target_wrote(written):
         assert len(row["input_ids"]) == len(row["loss_mask"])
         assert 1 <= sum(row["loss_mask"]) <= 4 + 6
         assert row["loss_mask"][-1] == 1 and row["loss_mask"][0] == 0
+        assert row["target_sha256"] == spd_jax.load_target("tiny").sha256
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
 
 
