@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig
+from spd_jax.models.bundle import Trained
 from spd_jax.models.draft import mlp_width
 from spd_jax.weights.heads import save_head
 from train.config import TrainConfig
@@ -85,7 +86,9 @@ def save_run_head(
       ConfigError: the disk refuses.
     """
     card = model_card(position, config, draft, judged, Origin(target, *corpora, command_line()))
-    save_head(directory / str(position), draft, target, jax.device_get(params), card)
+    trained = Trained(config.thinking, config.sequence_len)
+    path, params = directory / str(position), jax.device_get(params)
+    save_head(path, draft, target, params, card, trained=trained)
 
 
 def command_line(argv: Sequence[str] | None = None) -> str | None:
@@ -195,6 +198,8 @@ def _training(position: int, config: TrainConfig) -> list[str]:
     lines = [
         f"{position} updates, each from {parts} of up to {config.batch_tokens} tokens",
         f"distilled from the target over the draft ids; loss: {loss}",
+        f"rows of up to {config.sequence_len} tokens; the chat template's enable_thinking: "
+        + ("its own default" if config.thinking is None else str(config.thinking).lower()),
     ]
     if config.start_from is not None:
         lines.append("begun from the weights of an earlier head, not from the target's layers")
