@@ -24,7 +24,8 @@ from spd_jax.weights.heads import save_head
 from train.config import TrainConfig
 from train.data import Corpus
 
-HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # of targets with a short name
+# Of targets with a short name: 4-bit files, so that the weights there are not quite the target's.
+HUB_IDS = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 TAGS = ["speculative-decoding", "speculative-pipeline-decoding", "draft-model", "jax"]
 # Held-out figures and their headings, in order; a figure that no group has gets no column.
 COLUMNS = {
@@ -124,6 +125,7 @@ def model_card(
         "## Target and architecture",
         "",
         *(f"- {line}" for line in _architecture(draft, origin.target)),
+        *_other_weights(config),
         "",
         "## Training",
         "",
@@ -183,6 +185,16 @@ def _architecture(draft: DraftConfig, target: TargetConfig | None) -> list[str]:
         f"{stages}, anchors {list(draft.anchors)}, {layers}, {n_ids} draft ids",
         f"MLP width {width or 'of the target'}, feature_norm {draft.feature_norm}, qk_norm "
         f"{str(draft.qk_norm).lower()}, head {draft.head}; stored in bfloat16",
+    ]
+
+
+def _other_weights(config: TrainConfig) -> list[str]:
+    if config.target not in HUB_IDS:
+        return []
+    return [
+        f"- the target is a 4-bit file of {HUB_IDS[config.target]}, which is named as base_model: "
+        "the weights there differ a little, and where an exported head runs on them it may accept "
+        "less than the figures say"
     ]
 
 
