@@ -7,8 +7,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from spd_jax.config import DraftConfig, LossName
+from train.card import Origin, hub_id, model_card
 from train.config import TrainConfig, named_config
-from train.publish import Origin, command_line, hub_id, model_card
+from train.publish import command_line
 
 RATES = {"agree_text": 0.5, "agree_target": 0.25, "lookup": 0.125, "n_scored": 7000}
 DRAFT = DraftConfig((0, 2), n_stages=2, target_sha256="ab12")
