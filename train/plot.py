@@ -47,9 +47,6 @@ BASELINES = {  # drawn dashed beside the figure; the held-out rows alone decide 
     "alpha": "lookup_alpha",
     "tau": "lookup_tau",
 }
-# The panels that tell how a run does; few enough to be read.
-MAIN = ("loss", "kl", "agree_target", "alpha", "tau", "acceptance")
-MAIN += ("agree_target_by_fill", "alpha_by_stages", "tau_by_stages")
 BASELINE_STYLE = {"color": "0.4", "linestyle": "--", "linewidth": 1.2}  # no run's colour
 BY_FILL = ("agree_target_by_fill", "agree_text_by_fill", "kl_by_fill")  # one entry a stage
 N_DIGITS = 9  # of the names of a profile's figures
@@ -64,14 +61,21 @@ class Profile(NamedTuple):
 
 
 PROFILES = {
-    "loss_by_fill": Profile("held-out loss (per position)", "tokens in flight"),
-    "agree_target_by_fill": Profile("agreement with the target (share)", "tokens in flight"),
-    "agree_text_by_fill": Profile("agreement with the text (share)", "tokens in flight"),
-    "acceptance_by_fill": Profile("acceptance at T = 1 (share)", "tokens in flight"),
-    "kl_by_fill": Profile("held-out KL (nats per position)", "tokens in flight"),
-    "alpha_by_stages": Profile("held-out alpha (accepted / verified)", "stages"),
-    "tau_by_stages": Profile("held-out tau (x one device)", "stages"),
+    "loss_by_fill": Profile("held-out loss by fill (per position)", "tokens in flight"),
+    "agree_target_by_fill": Profile("agreement with the target by fill", "tokens in flight"),
+    "agree_text_by_fill": Profile("agreement with the text by fill", "tokens in flight"),
+    "acceptance_by_fill": Profile("acceptance at T = 1 by fill", "tokens in flight"),
+    "kl_by_fill": Profile("held-out KL by fill (nats per position)", "tokens in flight"),
+    "alpha_by_stages": Profile("held-out alpha by stages", "stages"),
+    "tau_by_stages": Profile("held-out tau by stages", "stages"),
 }
+# The panels that tell how a run does; few enough to be read.
+MAIN = {TRAINING["loss"]}
+MAIN |= {HELDOUT[name] for name in ("kl", "agree_target", "alpha", "tau", "acceptance")}
+MAIN |= {
+    PROFILES[name].label for name in ("agree_target_by_fill", "alpha_by_stages", "tau_by_stages")
+}
+LEAST_SPAN = 0.05  # of a profile's axis: less would show noise as a slope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_out(out)
     curves = read_runs(flags.runs, flags.group)
     try:
-        panels = panels_of(curves, () if flags.all else MAIN) or panels_of(curves)
+        panels = panels_of(curves)
+        if not flags.all:
+            panels = [panel for panel in panels if panel.label in MAIN] or panels
         out.parent.mkdir(parents=True, exist_ok=True)
         replace_file(out, draw([run.name for run in curves], panels))
     except OSError as error:
@@ -200,27 +206,19 @@ def _is_drawable(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
-def panels_of(runs: Sequence[RunCurves], chosen: Sequence[str] = ()) -> list[Panel]:
-    """Returns the panels that these runs have something for, in the order of the tables.
-
-    Args:
-      chosen: of the held-out figures and the training figures, those to draw; (): all.
-    """
+def panels_of(runs: Sequence[RunCurves]) -> list[Panel]:
+    """Returns the panels that these runs have something for, in the order of the tables."""
     panels = []
-    training, heldout, profiles = (
-        {name: panel for name, panel in table.items() if not chosen or name in chosen}
-        for table in (TRAINING, HELDOUT, PROFILES)
-    )
-    for figure, label in training.items():
+    for figure, label in TRAINING.items():
         lines = [Line(i, *_series(r.training, figure), is_noisy=True) for i, r in enumerate(runs)]
         panels.append(Panel(label, "updates", lines))
-    for figure, label in heldout.items():
+    for figure, label in HELDOUT.items():
         lines = [Line(i, *_series(r.heldout, figure)) for i, r in enumerate(runs)]
         if figure in BASELINES:
             baselines = [_series(run.heldout, BASELINES[figure]) for run in runs]
             lines += [Line(i, *series, is_baseline=True) for i, series in enumerate(baselines)]
         panels.append(Panel(label, "updates", lines))
-    for figure, profile in profiles.items():
+    for figure, profile in PROFILES.items():
         lines = [Line(i, *_last_profile(r, figure)) for i, r in enumerate(runs)]
         panels.append(Panel(profile.label, profile.x_label, lines))
     panels = [panel._replace(lines=[line for line in panel.lines if line.x]) for panel in panels]
@@ -273,6 +271,10 @@ def draw(names: Sequence[str], panels: Sequence[Panel]) -> bytes:
         for line in panel.lines:
             if not line.is_baseline:
                 _draw_line(axes, line)
+        if panel.x_label != "updates":
+            low, high = axes.get_ylim()
+            more = max(0.0, LEAST_SPAN - (high - low)) / 2
+            axes.set_ylim(low - more, high + more)
         axes.set_xlabel(panel.x_label)
         axes.set_title(panel.label, fontsize="medium")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))

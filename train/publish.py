@@ -1,4 +1,4 @@
-"""The head directories of a run, which `--draft` takes: one beside each checkpoint, with its card."""
+"""The head directories of a run: what `--draft` takes, with its card, beside each checkpoint."""
 
 from __future__ import annotations
 
