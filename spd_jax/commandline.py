@@ -97,4 +97,9 @@ def run(main: Callable[[], int]) -> None:
     except ConfigError as error:
         say(f"error: {' '.join(str(error).split())}")
         code = EXIT_USER_ERROR
+    if code == EXIT_INTERRUPTED:
+        # XLA's threads may still be compiling, and crash where Python takes itself down.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)

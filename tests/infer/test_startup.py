@@ -100,7 +100,9 @@ def test_stage_layers_are_a_comma_list():
         (KeyboardInterrupt(), 130, "stopped"),
     ],
 )
-def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, capsys):
+def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, capsys, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
     def main() -> int:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -110,6 +112,24 @@ def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, cap
         commandline.run(main)
     assert stop.value.code == code
     assert capsys.readouterr().err.strip() == words
+
+
+CRASHES_AT_ITS_END = """
+import atexit, os
+from spd_jax.commandline import run
+def main():
+    print("the text so far")
+    atexit.register(os.abort)
+    raise KeyboardInterrupt
+run(main)
+"""
+
+
+def test_an_interrupted_main_ends_without_what_may_crash_then():
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES_AT_ITS_END], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "the text so far\n", "stopped\n")
 
 
 def test_a_stdout_that_cannot_show_a_character_escapes_it():
