@@ -171,7 +171,7 @@ def train(this: Run) -> tuple[TrainState, int]:
             if position % config.save_every == 0 or is_last or may_be_best:
                 save()
                 saved = position
-        if stop.reason:
+        if position < n_steps:
             progress.say(f"stopping: {stop.reason}")
         if position > saved:
             save()

@@ -230,11 +230,12 @@ def test_a_stop_asked_for_while_loading_ends_before_anything_is_written(data, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_signal_that_comes_after_the_last_update_leaves_a_finished_run(data, tmp_path):
+def test_a_signal_that_comes_after_the_last_update_leaves_a_finished_run(data, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pdm, "StopRequest", StopAfter(1))
         run_main([*argv(data, tmp_path), "--steps", "1"])
     assert checkpoint_numbers(tmp_path / "checkpoints") == [1]
+    assert "stopping" not in capsys.readouterr().err
 
 
 def interrupted(read_data):
