@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -81,6 +82,8 @@ def _unboxed(text: str) -> str:
 
 def run(main: Callable[[], int]) -> None:
     """Runs a main and exits with its code; a ConfigError is one line on stderr and code 2."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was during imports
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may not be able to show every character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -94,4 +97,9 @@ def run(main: Callable[[], int]) -> None:
     except ConfigError as error:
         say(f"error: {' '.join(str(error).split())}")
         code = EXIT_USER_ERROR
+    if code == EXIT_INTERRUPTED:
+        # XLA's threads may still be compiling, and crash where Python takes itself down.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)

@@ -15,12 +15,12 @@ from spd_jax.checks import ConfigError, as_ints
 from spd_jax.config import DraftConfig, PipelineConfig, refuse_v10
 from spd_jax.engines import check_belongs, whole_params
 from spd_jax.models import draft as pdm
-from spd_jax.models.bundle import Draft, Target
+from spd_jax.models.bundle import Draft, Target, Trained
 from spd_jax.pipeline.mesh import resolve_mesh
 from spd_jax.pipeline.placing import Layout, shard_target
 from spd_jax.weights import load_draft_file, load_target_files
 from spd_jax.weights.files import read_json
-from spd_jax.weights.heads import CONFIG_NAME
+from spd_jax.weights.heads import CONFIG_NAME, read_trained
 from spd_jax.weights.reference_config import FALLBACK
 
 log = logging.getLogger("spd_jax")
@@ -82,6 +82,7 @@ def load_draft(source: str | Path | None, target: Target) -> Draft:
       source: a head directory (config.json and model.safetensors), a reference head.pt, a
         head.safetensors beside its head_config.json, or None: the head shipped for this target.
         With a version 10 head of the reference implementation `pdm_loss` works, `decode` not.
+        A head trained with another `thinking` than the target's is noted.
 
     Raises:
       ConfigError: nothing usable there, none is shipped, or it was made for another target.
@@ -91,9 +92,22 @@ def load_draft(source: str | Path | None, target: Target) -> Draft:
         source = _shipped_head(target)
     config, params, meta = load_draft_file(source, dtype)
     _check_sizes(target, meta, source)
-    draft = Draft(jax.tree.map(jnp.asarray, params), config, f"draft head {Path(source).name}")
+    trained, name = read_trained(source), f"draft head {Path(source).name}"
+    draft = Draft(jax.tree.map(jnp.asarray, params), config, name, trained)
     check_belongs(target, draft)
+    _note_thinking(target, name, trained)
     return draft
+
+
+def _note_thinking(target: Target, name: str, trained: Trained | None) -> None:
+    """Says so where prompts are not those that a head was trained with: it guesses worse then."""
+    if trained is None or target.tokenizer is None:
+        return
+    if trained.thinking != target.tokenizer.thinking:
+        log.warning(
+            "note: %s was trained with thinking %s, the target is loaded with %s",
+            name, trained.thinking, target.tokenizer.thinking,
+        )  # fmt: skip
 
 
 def init_draft(target: Target, draft_config: DraftConfig, key: jax.Array) -> Draft:

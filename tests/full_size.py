@@ -31,6 +31,7 @@ from spd_jax.models.bundle import Target
 from spd_jax.program import Program
 from spd_jax.weights import keymaps
 from spd_jax.weights.hf_config import config_to_hf
+from spd_jax.weights.leaves import Leaf, sources
 from spd_jax.weights.published import published_config
 
 LAYERS_PER_FILE = 4
@@ -45,11 +46,11 @@ def write_shards(directory: Path, config: TargetConfig) -> None:
     """Writes an HF directory, one file of a few layers at a time."""
     rng, sizes, weight_map = np.random.default_rng(0), keymaps.target_sizes(config), {}
 
-    def write(file: str, leaves: list[tuple[keymaps.Leaf, str]]) -> None:
+    def write(file: str, leaves: list[tuple[Leaf, str]]) -> None:
         tensors = {
             name: random_tensor(rng, name, shape)
             for leaf, prefix in leaves
-            for name, shape in keymaps.sources(leaf, "hf", prefix, sizes)
+            for name, shape in sources(leaf, "hf", prefix, sizes)
         }
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, file))

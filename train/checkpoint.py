@@ -8,10 +8,13 @@ passed over with one line. The only file that knows Orbax.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -119,5 +122,17 @@ def _plain(state: TrainState) -> TrainState:
 
 
 def _quiet() -> None:
-    """Keeps Orbax's own log, a page per save, out of the progress display."""
+    """Keeps what Orbax says itself, a page per save, out of the progress display."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    if getattr(sys.unraisablehook, "func", None) is not _show_error:
+        sys.unraisablehook = functools.partial(_show_error, sys.unraisablehook)
+
+
+def _show_error(show: Callable, unraisable: Any) -> None:
+    """Stands in for sys.unraisablehook, silent of what says nothing beside a failed save's error.
+
+    TensorStore's threads that were still writing find Orbax's event loop gone, one trace for each.
+    """
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        show(unraisable)

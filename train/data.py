@@ -83,15 +83,17 @@ def read_corpus(
     sequence_len: int = NO_LIMIT,
     reader: ChatReader | None = None,
     overflow: Literal["cut", "discard"] = "cut",
+    target_sha256: str | None = None,
 ) -> Corpus:
     """Reads the rows of files, folders and glob patterns.
 
     Args:
       reader: of text and chats; None: rows of token ids only.
       overflow: whether rows longer than `sequence_len` are cut to it or skipped.
+      target_sha256: of the target's weights; ids that are recorded as another's are refused.
     Raises:
       ConfigError: a file cannot be read or has no usable row (the reasons and rows are named), or
-        an id is not of the target's vocabulary: the data belong to another target.
+        ids belong to another target: it is recorded so, or one is not of the vocabulary.
     """
     reader = reader or ChatReader(None)
     rows, tallies, digest = [], [], hashlib.sha256()
@@ -100,6 +102,7 @@ def read_corpus(
         for record in read_records(path):
             tally.n_records += 1
             try:
+                _check_target(record, tally, target_sha256)
                 found = _rows_of(record, tally, vocab_size, sequence_len, reader, overflow)
             except UnusableError as error:
                 tally.skip(record.number, str(error))
@@ -143,6 +146,17 @@ def _rows_of(
     tally.n_tokens += sum(len(row.ids) for row in rows)
     tally.n_scored += sum(int(row.scored_mask.sum()) for row in rows)
     return rows
+
+
+def _check_target(record: Record, tally: Tally, target_sha256: str | None) -> None:
+    fields = record.fields()
+    wrote = fields.get("target_sha256") if fields.get("input_ids") is not None else None
+    if None not in (wrote, target_sha256) and wrote != target_sha256:
+        raise ConfigError(
+            f"{tally.place(record.number)}: its ids are those of the target with sha256 "
+            f"{str(wrote)[:12]}, this one has {target_sha256[:12]}; prepare the data with the same "
+            "target"
+        )
 
 
 def _check_vocabulary(tokens: Tokens, where: str, vocab_size: int) -> None:

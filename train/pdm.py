@@ -84,12 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return dry_run(parse_dry_run(PROG, argv))
     config = parse_config(PROG, argv, more=DRY_RUN_HELP)
     with StopRequest(started, config.max_minutes) as stop:
-        run_training(config, stop)
-    return 0
+        return run_training(config, stop)
 
 
-def run_training(config: TrainConfig, stop: StopRequest) -> None:
-    """Loads, trains until the last step or until asked to stop, and says what is there then."""
+def run_training(config: TrainConfig, stop: StopRequest) -> int:
+    """Loads, trains until the last step or until asked to stop, and says what is there then.
+
+    Returns the exit code: 0 after the last step, else the stop's own.
+    """
     check_workdir(Path(config.workdir))
     say(f"loading {config.target} ...")
     target = load_target_files(config.target, config.dtype)
@@ -102,7 +104,7 @@ def run_training(config: TrainConfig, stop: StopRequest) -> None:
             say(f"note: {n_shared} of {len(heldout.rows)} held-out rows are trained on too")
     if stop.reason:
         say(f"stopping: {stop.reason}; nothing was changed")
-        return
+        return stop.exit_code
     with sole_writer(Path(config.workdir) / ".lock"):
         config, draft, start = open_run(config, target, corpus)
         devices = find_devices(config.devices, config.cut_target, target.params)
@@ -115,6 +117,7 @@ def run_training(config: TrainConfig, stop: StopRequest) -> None:
         say(f"{position} of {n_steps} updates done; the same command goes on from there")
     if position:
         say(f"the head is {this.workdir / 'heads' / str(position)}")
+    return stop.exit_code if position < n_steps else 0
 
 
 def train(this: Run) -> tuple[TrainState, int]:
@@ -168,7 +171,7 @@ def train(this: Run) -> tuple[TrainState, int]:
             if position % config.save_every == 0 or is_last or may_be_best:
                 save()
                 saved = position
-        if stop.reason:
+        if position < n_steps:
             progress.say(f"stopping: {stop.reason}")
         if position > saved:
             save()
@@ -286,7 +289,12 @@ def read_data(names: Sequence[str], config: TrainConfig, target: LoadedTarget) -
     say(f"reading {', '.join(names)} ...")
     reader = ChatReader(target.tokenizer, target.stop_ids, config.thinking)
     corpus = read_corpus(
-        names, target.config.vocab_size, config.sequence_len, reader, config.overflow
+        names,
+        target.config.vocab_size,
+        config.sequence_len,
+        reader,
+        config.overflow,
+        target.sha256,
     )
     for line in corpus.describe():
         say(line)

@@ -2,8 +2,8 @@
 
     python -m train.plot runs/smollm2_n5 runs/smollm2_n5_export --out curves.png
 
-metrics.jsonl of each run -> one panel per figure of the tables below that any run has. Figures that
-are not in a table are left out.
+metrics.jsonl of each run -> one panel per figure of MAIN that any run has; with --all, of all the
+tables below. Figures that are not in a table are left out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spd_jax.commandline import parse_flags, run, say
 from spd_jax.weights.files import check_out, found_at, one_line, replace_file
 from train.metrics import NAME as METRICS_NAME
 
-# Figure: label of its axis. Of training records, by update.
+# Figure: title of its panel. Of training records, by update.
 TRAINING = {
     "loss": "training loss (per position)",
     "accuracy": "training accuracy (share of positions)",
@@ -41,32 +41,41 @@ HELDOUT = {
     "decode_alpha": "alpha of decoding held-out prompts",
     "decode_tau": "tau of decoding held-out prompts",
 }
-BASELINES = {  # drawn dashed beside the figure
+BASELINES = {  # drawn dashed beside the figure; the held-out rows alone decide them
     "agree_target": "lookup",
     "agree_text": "lookup",
     "alpha": "lookup_alpha",
     "tau": "lookup_tau",
 }
+BASELINE_STYLE = {"color": "0.4", "linestyle": "--", "linewidth": 1.2}  # no run's colour
+BY_FILL = ("agree_target_by_fill", "agree_text_by_fill", "kl_by_fill")  # one entry a stage
 N_DIGITS = 9  # of the names of a profile's figures
 LARGEST = 1e30  # of what is drawn: the axes of larger numbers overflow
 
 
 class Profile(NamedTuple):
-    """A list of figures, or figures by number, as a run has it last: the axes of its panel."""
+    """A list of figures, or figures by number, as a run has it last: its panel."""
 
     label: str
     x_label: str
 
 
 PROFILES = {
-    "loss_by_fill": Profile("held-out loss (per position)", "tokens in flight"),
-    "agree_target_by_fill": Profile("agreement with the target (share)", "tokens in flight"),
-    "agree_text_by_fill": Profile("agreement with the text (share)", "tokens in flight"),
-    "acceptance_by_fill": Profile("acceptance at T = 1 (share)", "tokens in flight"),
-    "kl_by_fill": Profile("held-out KL (nats per position)", "tokens in flight"),
-    "alpha_by_stages": Profile("held-out alpha (accepted / verified)", "stages"),
-    "tau_by_stages": Profile("held-out tau (x one device)", "stages"),
+    "loss_by_fill": Profile("held-out loss by fill (per position)", "tokens in flight"),
+    "agree_target_by_fill": Profile("agreement with the target by fill", "tokens in flight"),
+    "agree_text_by_fill": Profile("agreement with the text by fill", "tokens in flight"),
+    "acceptance_by_fill": Profile("acceptance at T = 1 by fill", "tokens in flight"),
+    "kl_by_fill": Profile("held-out KL by fill (nats per position)", "tokens in flight"),
+    "alpha_by_stages": Profile("held-out alpha by stages", "stages"),
+    "tau_by_stages": Profile("held-out tau by stages", "stages"),
 }
+# The panels that tell how a run does; few enough to be read.
+MAIN = {TRAINING["loss"]}
+MAIN |= {HELDOUT[name] for name in ("kl", "agree_target", "alpha", "tau", "acceptance")}
+MAIN |= {
+    PROFILES[name].label for name in ("agree_target_by_fill", "alpha_by_stages", "tau_by_stages")
+}
+LEAST_SPAN = 0.05  # of a profile's axis: less would show noise as a slope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +88,8 @@ class PlotFlags:
     """The PNG to write; one that is there is replaced."""
     group: str = "all"
     """Which held-out rows: all, or those written at one temperature, like T=0.7."""
+    all: bool = False
+    """Draw every figure there is, in place of the few that tell most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_out(out)
     curves = read_runs(flags.runs, flags.group)
     try:
+        panels = panels_of(curves)
+        if not flags.all:
+            panels = [panel for panel in panels if panel.label in MAIN] or panels
         out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(out, draw([run.name for run in curves], panels_of(curves)))
+        replace_file(out, draw([run.name for run in curves], panels))
     except OSError as error:
         raise ConfigError(f"{out}: cannot write the plot ({one_line(error)})") from None
     say(f"{out}: {len(curves)} run{'s' if len(curves) > 1 else ''}")
@@ -155,10 +169,16 @@ def read_runs(paths: Sequence[str], group: str) -> list[RunCurves]:
 
 
 def _flat(rates: dict[str, Any]) -> dict[str, Any]:
-    """A group's figures, those of a true decode among them."""
+    """A group's figures: those of a true decode among them, the own stages among the others."""
     decode = rates.get("decode")
     decode = decode if isinstance(decode, dict) else {}
-    return rates | {f"decode_{name}": value for name, value in decode.items()}
+    rates = rates | {f"decode_{name}": value for name, value in decode.items()}
+    fills = next((rates[name] for name in BY_FILL if isinstance(rates.get(name), list)), None)
+    for name in ("alpha", "tau"):
+        others = rates.get(f"{name}_by_stages")
+        if fills and isinstance(others, dict):
+            rates[f"{name}_by_stages"] = others | {str(len(fills)): rates.get(name)}
+    return rates
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
@@ -246,17 +266,24 @@ def draw(names: Sequence[str], panels: Sequence[Panel]) -> bytes:
     FigureCanvasAgg(figure)
     grid = figure.subplots(n_rows, n_columns, squeeze=False).ravel()
     for panel, axes in zip(panels, grid, strict=False):
+        for level in {line.y[-1] for line in panel.lines if line.is_baseline}:
+            axes.axhline(level, **BASELINE_STYLE)
         for line in panel.lines:
-            _draw_line(axes, line)
+            if not line.is_baseline:
+                _draw_line(axes, line)
+        if panel.x_label != "updates":
+            low, high = axes.get_ylim()
+            more = max(0.0, LEAST_SPAN - (high - low)) / 2
+            axes.set_ylim(low - more, high + more)
         axes.set_xlabel(panel.x_label)
-        axes.set_ylabel(panel.label)
+        axes.set_title(panel.label, fontsize="medium")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         axes.grid(alpha=0.3)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
     handles = [Line2D([], [], color=f"C{i % 10}", label="run") for i in range(len(names))]
     if any(line.is_baseline for panel in panels for line in panel.lines):
-        handles.append(Line2D([], [], color="0.3", linestyle="--", label="2-gram lookup"))
+        handles.append(Line2D([], [], **BASELINE_STYLE, label="2-gram lookup"))
     legend = figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)))
     # A label would be left out where it begins with "_", and be read as mathematics between "$".
     for text, name in zip(legend.get_texts(), names, strict=False):
@@ -269,9 +296,7 @@ def draw(names: Sequence[str], panels: Sequence[Panel]) -> bytes:
 
 def _draw_line(axes: Any, line: Line) -> None:
     colour = f"C{line.run % 10}"
-    if line.is_baseline:
-        axes.plot(line.x, line.y, color=colour, linestyle="--", linewidth=1.2)
-    elif line.is_noisy:
+    if line.is_noisy:
         axes.plot(line.x, line.y, color=colour, alpha=0.25, linewidth=0.8)
         marker = "o" if len(line.x) == 1 else None
         axes.plot(*_smoothed(line), color=colour, linewidth=1.6, marker=marker)

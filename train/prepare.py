@@ -5,8 +5,8 @@ target's own.
     python -m train.prepare --out data/train.jsonl --rows 2000 --prompts chats/*.parquet
 
 One JSON object a line: `messages`, `input_ids`, `loss_mask` (1 = written by the target),
-`temperature`, and which round and settings it is of. Started again, it goes on after the last
-whole round.
+`temperature`, the target's sha256, and which round and settings it is of. Started again, it goes
+on after the last whole round.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -157,27 +158,46 @@ def append(path: Path, rows: list[dict], mark: dict) -> None:
         raise ConfigError(f"{path}: cannot write ({one_line(error)}); change --out") from None
 
 
-def resume(config: PrepareConfig, settings: str) -> int:
-    """Cuts an unfinished round off the file and returns how many rounds it holds.
+class Written(NamedTuple):
+    """What a file of whole rounds holds."""
+
+    n_rounds: int = 0
+    n_rows: int = 0
+    n_tokens: int = 0
+    n_scored: int = 0
+
+    def with_round(self, rows: Sequence[dict]) -> Written:
+        """Returns the counts with one more round."""
+        return Written(
+            self.n_rounds + 1,
+            self.n_rows + len(rows),
+            self.n_tokens + sum(len(row["input_ids"]) for row in rows),
+            self.n_scored + sum(sum(row["loss_mask"]) for row in rows),
+        )
+
+
+def resume(config: PrepareConfig, settings: str) -> Written:
+    """Cuts an unfinished round off the file and returns what it then holds.
 
     Raises:
       ConfigError: the file was not written by these settings; it is left as it is.
     """
     if not config.out.exists():
-        return 0
+        return Written()
     try:
         content = config.out.read_bytes()
     except OSError as error:
         raise ConfigError(f"{config.out}: cannot read ({one_line(error)})") from None
-    n_rounds = end = offset = 0
+    found, rows, end, offset = Written(), [], 0, 0
     for line in content.splitlines(keepends=True):
         offset += len(line)
         if _is_cut_short(line):
             break
         try:
             row = json.loads(line)
-            same = (row["settings"], row["round"]) == (settings, n_rounds)
+            same = (row["settings"], row["round"]) == (settings, found.n_rounds)
             ends_round = row["last_of_round"]
+            rows.append({name: row[name] for name in ("input_ids", "loss_mask")})
         except (ValueError, LookupError, TypeError, RecursionError):
             same = False
         if not same:
@@ -186,13 +206,13 @@ def resume(config: PrepareConfig, settings: str) -> int:
                 "or the settings it was started with"
             )
         if ends_round and line.endswith(b"\n"):  # a whole row may have lost its line end
-            n_rounds, end = n_rounds + 1, offset
+            found, rows, end = found.with_round(rows), [], offset
     if end < len(content):
         try:
             os.truncate(config.out, end)
         except OSError as error:
             raise ConfigError(f"{config.out}: cannot write ({one_line(error)})") from None
-    return n_rounds
+    return found
 
 
 def _is_cut_short(line: bytes) -> bool:
@@ -278,21 +298,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_rounds(target: Target, config: PrepareConfig, prompts: list[OpenChat] | None) -> None:
-    """Generates rounds until the file holds enough rows."""
+    """Generates rounds until the file holds enough rows, and says what it holds then."""
     settings = settings_digest(config, target.sha256)
-    first, n_left_out = resume(config, settings), 0
-    with RoundProgress(config.n_rounds, first) as progress:
-        for round_idx in range(first, config.n_rounds):
+    mark = {"target_sha256": target.sha256, "settings": settings}
+    before, n_left_out, began = resume(config, settings), 0, time.monotonic()
+    held = before
+    with RoundProgress(config.n_rounds, held.n_rounds) as progress:
+        for round_idx in range(held.n_rounds, config.n_rounds):
             chats = next_chats(target, config, prompts, round_idx)
             rows, n = write_round(target, config, chats, round_idx)
-            append(config.out, rows, {"round": round_idx, "settings": settings})
+            append(config.out, rows, mark | {"round": round_idx})
             n_left_out += n
-            progress.advance(sum(sum(row["loss_mask"]) for row in rows))
+            n_scored, held = held.n_scored, held.with_round(rows)
+            progress.advance(held.n_scored - n_scored)
     if n_left_out:
         say(
             f"{n_left_out} later answers were left out: the context or the chat template does not "
             "allow them"
         )
+    say(describe_written(config.out, held, before, time.monotonic() - began))
+
+
+def describe_written(out: Path, held: Written, before: Written, seconds: float) -> str:
+    """Returns what a file holds, and what came to it in so many seconds."""
+    line = f"{out}: {held.n_rows} rows, {held.n_tokens} tokens, {held.n_scored} of them scored; "
+    if held == before:
+        return f"{line}there was nothing left to write"
+    n_new = held.n_scored - before.n_scored
+    return f"{line}{n_new} tokens written in {seconds:.1f} s, {n_new / seconds:.0f} a second"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -20,6 +21,7 @@ import spd_jax
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.config import refuse_v10
+from spd_jax.models.bundle import Trained
 from spd_jax.weights.files import check_writable, write_json
 from train.chats import ChatReader
 from train.config import MOST
@@ -30,14 +32,16 @@ from train.teacher import Teacher
 COLUMNS = {
     "alpha": "alpha",
     "tau": "tau",
-    "lookup_alpha": "lookup alpha",
-    "lookup_tau": "lookup tau",
-    "agree_target": "agreement",
+    "lookup_alpha": "lookup\nalpha",
+    "lookup_tau": "lookup\ntau",
+    "agree_target": "agree-\nment",
     "kl": "KL",
-    "coverage": "coverage",
-    "acceptance": "acceptance at T = 1",
-    "acceptance_tau": "its tau",
+    "coverage": "cover-\nage",
+    "acceptance": "accept-\nance\nat T=1",
+    "acceptance_tau": "its\ntau",
 }
+WIDTH = 100  # of the printed table
+UNRECORDED = Trained(thinking=None, sequence_len=256)  # of heads that do not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,19 +60,21 @@ class ScoreFlags:
     """Numbers of pipeline stages. (): the one that the head was trained for."""
     rows: int | None = None
     """Rows used at most, from the first on. None: all."""
-    sequence_len: int = 256
-    """Longest row in tokens; what becomes of longer ones is said by overflow."""
+    sequence_len: int | None = None
+    """Longest row in tokens; what becomes of longer ones is said by overflow. None: as the head
+    was trained with, 256 where it does not say."""
     overflow: Literal["cut", "discard"] = "cut"
     """As in train.pdm."""
-    batch_tokens: int = 512
-    """Tokens scored at once."""
+    batch_tokens: int | None = None
+    """Tokens scored at once. None: 512, or one row where that is longer."""
     thinking: bool | None = None
     """As in infer.decode."""
     json: Path | None = None
     """File for the figures."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("sequence_len", 2), ("batch_tokens", self.sequence_len)):
+        row_len = self.sequence_len or 2
+        for name, least in (("rows", 1), ("sequence_len", 2), ("batch_tokens", row_len)):
             value, most = getattr(self, name), MOST.get(name)
             if value is None:
                 continue
@@ -84,15 +90,27 @@ def score_head(flags: ScoreFlags) -> dict[int, Figures]:
     Raises:
       ConfigError: the head is not one of this target, or the data or stages cannot be.
     """
-    target = spd_jax.load_target(flags.target, flags.dtype)
+    target = spd_jax.load_target(flags.target, flags.dtype, thinking=flags.thinking)
     head = spd_jax.load_draft(flags.head, target)
     draft = head.config
     refuse_v10(draft, head.name, "scored here")
     counts = list(dict.fromkeys(flags.stages or (draft.n_stages,)))
     drafts = [at_stages(draft, n, target.config.n_layers) for n in counts]
+    sequence_len = flags.sequence_len or (head.trained or UNRECORDED).sequence_len
+    batch_tokens = flags.batch_tokens or max(512, sequence_len)
+    if batch_tokens < sequence_len:
+        raise ConfigError(
+            f"batch_tokens must be at least {sequence_len}, a row of this head, got "
+            f"{batch_tokens}; raise it or lower sequence_len"
+        )
     reader = ChatReader(target.tokenizer, target.stop_ids, flags.thinking)
     corpus = read_corpus(
-        flags.data, target.config.vocab_size, flags.sequence_len, reader, flags.overflow
+        flags.data,
+        target.config.vocab_size,
+        sequence_len,
+        reader,
+        flags.overflow,
+        target.sha256,
     )
     for line in corpus.describe():
         say(line)
@@ -103,15 +121,17 @@ def score_head(flags: ScoreFlags) -> dict[int, Figures]:
         target.params,
         head.params,
         corpus.rows[: flags.rows],
-        flags.sequence_len,
-        flags.batch_tokens,
+        sequence_len,
+        batch_tokens,
     )
     return dict(zip(counts, found, strict=True))
 
 
 def print_table(found: dict[int, Figures], console: Console) -> None:
     """Prints a line for each group of rows and number of stages."""
-    table = Table("rows", "positions", "stages", *COLUMNS.values())
+    table = Table("rows", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for heading in ("positions", "stages", *COLUMNS.values()):
+        table.add_column(heading, justify="right")
     for group in next(iter(found.values())):
         for n_stages, figures in found.items():
             rates = figures[group]
@@ -127,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.json is not None:
         check_writable(flags.json)
     found = score_head(flags)
-    print_table(found, Console(highlight=False, width=140))
+    print_table(found, Console(highlight=False, width=WIDTH))
     if flags.json is not None:
         write_json(flags.json, found)
     return 0

@@ -19,7 +19,8 @@ from spd_jax.weights.files import one_line
 
 SUFFIXES = (".jsonl", ".parquet")  # of the files that are taken from a folder
 COLUMNS = (
-    "input_ids", "loss_mask", "temperature", "messages", "conversations", "text", "turns",
+    "input_ids", "loss_mask", "temperature", "target_sha256", "messages", "conversations", "text",
+    "turns",
 )  # fmt: skip
 MAX_LINE = 16 * 2**20  # bytes; more than any context holds
 PARQUET_BATCH = 64  # rows decoded at once

@@ -40,6 +40,11 @@ class StopRequest:
         self._signal = signal.Signals(number).name
 
     @property
+    def exit_code(self) -> int:
+        """That of a run that stops now, as a shell reports the signal; 0 for the time limit."""
+        return 0 if self._signal is None else 128 + signal.Signals[self._signal]
+
+    @property
     def reason(self) -> str | None:
         """Why the run should stop now; None while it should go on."""
         if self._signal is not None:

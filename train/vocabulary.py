@@ -237,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_replaceable(flags.out, flags.data)
     target = load_target_files(flags.target)
     reader = ChatReader(target.tokenizer, target.stop_ids, flags.thinking)
-    corpus = read_corpus(flags.data, target.config.vocab_size, reader=reader)
+    corpus = read_corpus(
+        flags.data, target.config.vocab_size, reader=reader, target_sha256=target.sha256
+    )
     for line in corpus.describe():
         say(line)
     counts = count_ids(corpus.rows, target.config.vocab_size)

@@ -11,7 +11,23 @@ from typing import Any
 
 import jax
 
+from spd_jax.checks import check_counts, require
 from spd_jax.config import AnyDraftConfig, TargetConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """How a draft module was trained, as far as its use hangs on that."""
+
+    thinking: bool | None  # what the chat template got as enable_thinking; None: nothing
+    sequence_len: int  # tokens of the longest row
+
+    def __post_init__(self) -> None:
+        require(
+            self.thinking is None or isinstance(self.thinking, bool),
+            f"thinking must be true, false or null, got {self.thinking!r}",
+        )
+        check_counts(self, "sequence_len", least=2)
 
 
 @functools.partial(
@@ -33,7 +49,9 @@ class Target:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config", "name"]
+    jax.tree_util.register_dataclass,
+    data_fields=["params"],
+    meta_fields=["config", "name", "trained"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Draft:
@@ -42,3 +60,4 @@ class Draft:
     params: Any  # {"projs", "layers", "lm_head" where the head is its own; "memory" of v10}
     config: AnyDraftConfig
     name: str = "draft"  # what it was loaded from, for messages
+    trained: Trained | None = None  # None: not recorded, or not trained here

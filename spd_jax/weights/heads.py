@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from spd_jax.checks import ConfigError, from_fields, suggest
 from spd_jax.config import DraftConfig, PipelineConfig, TargetConfig, refuse_v10
+from spd_jax.models.bundle import Trained
 from spd_jax.models.draft import mlp_width
 from spd_jax.weights import keymaps
 from spd_jax.weights.directories import whole_directory
@@ -37,6 +38,7 @@ def save_head(
     params: dict[str, Any],
     card: str,
     dtype: str = "bfloat16",
+    trained: Trained | None = None,
 ) -> None:
     """Writes a head directory, replacing one that is there.
 
@@ -47,6 +49,7 @@ def save_head(
       params: the draft's parameter tree.
       card: the model card's text (Markdown).
       dtype: of the stored weights.
+      trained: how it was trained; None: nothing is recorded.
     Raises:
       ConfigError: the path holds something else, or the disk refuses.
     """
@@ -67,6 +70,8 @@ def save_head(
         tensors[keymaps.DRAFT_IDS] = np.asarray(config.draft_ids, np.int32)
     described = {name: getattr(target, name) for name in (*TARGET_SIZES, *TARGET_FACTS)}
     fields = {"format": FORMAT, "version": VERSION, "draft": draft, "target": described}
+    if trained is not None:
+        fields["trained"] = dataclasses.asdict(trained)
     try:
         with whole_directory(directory, HEAD_FILES) as work:
             save_file(tensors, str(work / TENSORS_NAME), metadata={"format": "pt"})
@@ -123,6 +128,21 @@ def load_head_dir(
     if left:
         raise ConfigError(f"{tensors.path}: unknown tensor {min(left)}; does it fit {CONFIG_NAME}?")
     return config, jax.tree.map(np.asarray, params), target
+
+
+def read_trained(source: str | Path) -> Trained | None:
+    """Returns how a head was trained; None where it is no head directory or does not say.
+
+    Raises:
+      ConfigError: what it says cannot be.
+    """
+    path = Path(source) / CONFIG_NAME
+    fields = read_json(path).get("trained") if path.is_file() else None
+    if fields is None:
+        return None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: 'trained' must be an object, got {one_line(repr(fields))}")
+    return from_fields(Trained, fields, str(path))
 
 
 def _check_target(target: dict[str, Any], path: Path) -> None:

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from spd_jax.config import TargetConfig
 from spd_jax.weights import keymaps
+from spd_jax.weights.leaves import write_leaves
 from spd_jax.weights.loaded import LoadedTarget, run_dtype
 from spd_jax.weights.tokenizer import ChatTokenizer, wrap_backend
 
@@ -46,7 +47,7 @@ def load_tiny(dtype: str) -> LoadedTarget:
     parts = [(params, (keymaps.EMBED, keymaps.FINAL_NORM, keymaps.LM_HEAD))]
     parts += [(layer, leaves) for layer in params["layers"]]
     for tree, names in parts:
-        for name, array in keymaps.write_leaves(tree, names, "", sizes):
+        for name, array in write_leaves(tree, names, "", sizes):
             digest.update(name.encode() + array.tobytes())
     params = jax.tree.map(lambda x: x.astype(run_dtype(dtype)), params)
     return LoadedTarget(TINY_CONFIG, params, byte_tokenizer(), (), digest.hexdigest())

@@ -32,6 +32,11 @@ class ChatTokenizer:
         """
         self._fast, self._thinking = fast, thinking
 
+    @property
+    def thinking(self) -> bool | None:
+        """What the chat template gets as `enable_thinking`; None: nothing."""
+        return self._thinking
+
     def with_thinking(self, thinking: bool | None) -> ChatTokenizer:
         """Returns the tokenizer with another `thinking`; None: this one.
 

@@ -1,8 +1,10 @@
 """Every mistake at the keyboard is one line on stderr and exit code 2."""
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from spd_jax import commandline
 from spd_jax.checks import ConfigError
 
 PROG = "python -m infer.decode"
+ROOT = Path(__file__).parents[2]
 
 
 def error_line(capsys) -> str:
@@ -97,7 +100,9 @@ def test_stage_layers_are_a_comma_list():
         (KeyboardInterrupt(), 130, "stopped"),
     ],
 )
-def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, capsys):
+def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, capsys, monkeypatch):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
     def main() -> int:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -107,6 +112,24 @@ def test_run_turns_the_end_of_a_main_into_an_exit_code(outcome, code, words, cap
         commandline.run(main)
     assert stop.value.code == code
     assert capsys.readouterr().err.strip() == words
+
+
+CRASHES_AT_ITS_END = """
+import atexit, os
+from spd_jax.commandline import run
+def main():
+    print("the text so far")
+    atexit.register(os.abort)
+    raise KeyboardInterrupt
+run(main)
+"""
+
+
+def test_an_interrupted_main_ends_without_what_may_crash_then():
+    done = subprocess.run(
+        [sys.executable, "-c", CRASHES_AT_ITS_END], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "the text so far\n", "stopped\n")
 
 
 def test_a_stdout_that_cannot_show_a_character_escapes_it():
@@ -160,3 +183,27 @@ def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
     )
     assert done.stdout.strip() == "refused", done.stderr
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("infer.decode", " numpy\n"),
+        ("train.pdm", " jax._src.api\n"),
+        ("train.prepare", " spd_jax.config\n"),
+    ],
+)
+def test_an_interrupt_during_imports_shows_no_traceback(module, imported):
+    command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
+    others = []
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stderr:
+            if line.endswith(imported):
+                process.send_signal(signal.SIGINT)
+            if not line.startswith("import time:"):
+                others.append(line)
+        assert process.stdout.read() == ""
+    assert (process.returncode, others) == (-signal.SIGINT, [])

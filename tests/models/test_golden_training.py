@@ -17,6 +17,7 @@ from spd_jax.models import target as model
 from spd_jax.models.aggregate import replicate_sequence
 from spd_jax.models.bundle import Target
 from spd_jax.weights import keymaps, load_draft_file
+from spd_jax.weights.leaves import Sizes, write_leaves
 
 NEAR = {"rtol": 0, "atol": 1e-4}
 HEADS = [f"{family}/n{n}" for family in ("llama", "qwen3", "qwen3_5") for n in (2, 4, 8)]
@@ -87,7 +88,7 @@ class Case:
         return dict(keymaps.write_draft(self.draft, tree, *names, sizes))
 
 
-def name_v10(tree: dict, sizes: keymaps.Sizes) -> Iterator[tuple[str, np.ndarray]]:
+def name_v10(tree: dict, sizes: Sizes) -> Iterator[tuple[str, np.ndarray]]:
     """Names the arrays of a version 10 head."""
     *stages, newest = tree["projs"]
     named = {f"stage_projs.{i}": node for i, node in enumerate(stages)} | {"g0_proj": newest}
@@ -97,7 +98,7 @@ def name_v10(tree: dict, sizes: keymaps.Sizes) -> Iterator[tuple[str, np.ndarray
     yield from ((f"{name}.weight", np.asarray(node["weight"])) for name, node in named.items())
     for i, layer in enumerate(tree["layers"]):
         leaves = keymaps.dense_leaves(qk_norm=True)
-        yield from keymaps.write_leaves(layer, leaves, f"spec_layers.{i}.", sizes)
+        yield from write_leaves(layer, leaves, f"spec_layers.{i}.", sizes)
 
 
 @pytest.fixture(scope="module", params=HEADS + V10_HEADS)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -164,6 +165,17 @@ def test_edited_notes_are_not_believed(tmp_path, capsys):
     assert "its content is not what was written" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "n_shown"), [("Event loop is closed", 0), ("loop", 1)])
+def test_only_what_late_writers_raise_is_not_shown(tmp_path, monkeypatch, text, n_shown):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    save(tmp_path, 1)  # twice: it is wrapped once
+    save(tmp_path, 2)
+    for error in (RuntimeError(text), ValueError("Event loop is closed")):
+        sys.unraisablehook(SimpleNamespace(exc_value=error))
+    assert len(shown) == n_shown + 1
+
+
 FULL_DISK = """
 import resource, sys
 from pathlib import Path
@@ -182,9 +194,10 @@ def test_a_file_that_cannot_grow_is_an_error_line_and_exit_code_2(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}  # a file too
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
-    # Threads of the checkpoint library that still write may print beside the line, and leave a
-    # folder that the next run clears away.
-    assert f"error: {tmp_path}: cannot save checkpoint 20 (" in done.stderr
-    assert "File too large" in done.stderr and "make room" in done.stderr
+    # Threads of the checkpoint library that still write may leave a folder that the next run clears
+    # away.
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}: cannot save checkpoint 20 (")
+    assert "File too large" in line and "make room" in line
     assert checkpoint_numbers(tmp_path) == [10]
     assert_equal(restored(tmp_path), make_state(10))

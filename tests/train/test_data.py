@@ -181,6 +181,20 @@ def test_parquet_gives_the_rows_of_jsonl(tmp_path):
         read_corpus(tmp_path / "rows.parquet", 3, 64)
 
 
+def test_ids_that_another_target_wrote_are_an_error(tmp_path):
+    lines = write(tmp_path / "a.jsonl", GOOD, {**GOOD, "target_sha256": "a" * 64})
+    read_corpus(lines, 64, 8, target_sha256="a" * 64)
+    read_corpus(lines, 64, 8)  # nobody says whose
+    pq.write_table(
+        pa.Table.from_pylist([{**GOOD, "target_sha256": "a" * 64}]), tmp_path / "a.parquet"
+    )
+    for path, place in ((lines, "a.jsonl:2"), (tmp_path / "a.parquet", "a.parquet:row 1")):
+        with pytest.raises(ConfigError, match=f"{place}: its ids are those of .*aaa, this one has"):
+            read_corpus(path, 64, 8, target_sha256="b" * 64)
+    chat = write(tmp_path / "chat.jsonl", {**CHAT, "target_sha256": "a" * 64})
+    read_corpus(chat, VOCAB_SIZE, 64, reader(), target_sha256="b" * 64)  # its text is any target's
+
+
 def test_a_parquet_file_that_is_none_is_an_error(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"prompt": ["x"]}), path)

@@ -18,8 +18,8 @@ from spd_jax.weights import load_draft_file
 from spd_jax.weights.heads import save_head
 from spd_jax.weights.torch_zip import load_torch_zip, save_torch_zip
 from train import export
+from train.card import model_card
 from train.config import named_config
-from train.publish import model_card
 
 ROOT = Path(__file__).parents[2]
 

@@ -51,7 +51,7 @@ def argv(data, workdir, *more):
     return [*flags, "--save-every", "4", *more]
 
 
-def run_main(flags):
+def run_main(flags, exit_code=0):
     """Runs the command in this process; returns the last train state as numpy leaves."""
     kept = []
     original = pdm.train
@@ -63,7 +63,7 @@ def run_main(flags):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pdm, "train", train)
-        assert pdm.main(flags) == 0
+        assert pdm.main(flags) == exit_code
     (state,) = kept
     state = dataclasses.replace(state, key=jax.random.key_data(state.key))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
@@ -83,6 +83,8 @@ def read_metrics(workdir):
 
 class StopAfter:
     """Stands in for StopRequest: asks for a stop after some batches."""
+
+    exit_code = 143
 
     def __init__(self, n_batches):
         self.left = n_batches + 1  # it is looked at once before the first
@@ -223,9 +225,17 @@ def test_a_garbled_record_of_a_run_that_has_not_begun_says_what_to_do(data, tmp_
 def test_a_stop_asked_for_while_loading_ends_before_anything_is_written(data, tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pdm, "read_data", interrupted(pdm.read_data))
-        assert pdm.main(argv(data, tmp_path)) == 0
+        assert pdm.main(argv(data, tmp_path)) == 130
     assert "stopping: SIGINT; nothing was changed" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_signal_that_comes_after_the_last_update_leaves_a_finished_run(data, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pdm, "StopRequest", StopAfter(1))
+        run_main([*argv(data, tmp_path), "--steps", "1"])
+    assert checkpoint_numbers(tmp_path / "checkpoints") == [1]
+    assert "stopping" not in capsys.readouterr().err
 
 
 def interrupted(read_data):
@@ -274,7 +284,7 @@ def test_a_run_stopped_before_its_first_checkpoint_keeps_its_start(
     flags = argv(data, tmp_path, "--steps", "1")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pdm, "StopRequest", StopAfter(0))
-        assert pdm.main([*flags, "--start-from", str(head)]) == 0
+        assert pdm.main([*flags, "--start-from", str(head)]) == 143
     assert checkpoint_numbers(tmp_path / "checkpoints") == []
     assert pdm.main(flags) == 0
     assert f"note: it starts from {head}, as before" in capsys.readouterr().err
@@ -335,7 +345,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(data, whole_run, tmp_path, ca
     for n_batches in (3, 4):  # stops after 3 and after 7 batches, both between two saves
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pdm, "StopRequest", StopAfter(n_batches))
-            run_main(flags)
+            run_main(flags, exit_code=143)
     assert "7 of 12 updates done; the same command goes on" in capsys.readouterr().err
     state = run_main(flags)
     assert "goes on at 7/12" in capsys.readouterr().err
@@ -478,9 +488,10 @@ def test_a_signal_or_the_time_limit_asks_for_a_stop(number):
         assert stop.reason is None
         os.kill(os.getpid(), number)
         assert stop.reason == signal.Signals(number).name
+        assert stop.exit_code == 128 + number
     assert signal.getsignal(number) is before
     with StopRequest(time.monotonic() - 61, 1.0) as stop:
-        assert stop.reason == "max_minutes"
+        assert (stop.reason, stop.exit_code) == ("max_minutes", 0)
     with StopRequest(time.monotonic(), 1.0) as stop:
         assert stop.reason is None
 
@@ -529,7 +540,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(data, tmp_path):
             lines.append(line)
             if line.startswith("step 2/"):
                 process.send_signal(signal.SIGTERM)
-    assert process.returncode == 0
+    assert process.returncode == 143
     assert "stopping: SIGTERM\n" in lines
     (done,) = [line.split()[0] for line in lines if "the same command goes on" in line]
     assert (tmp_path / "checkpoints" / done).is_dir()

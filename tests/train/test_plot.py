@@ -78,9 +78,48 @@ def test_figures_by_stages_and_of_decodes_are_drawn(tmp_path):
         p for p in plot.panels_of(plot.read_runs([run], "all")) if p.x_label == "stages"
     )
     assert (by_stages.lines[0].x, by_stages.lines[0].y) == ([4, 16], [0.5, 0.25])
+    own = write_run(tmp_path / "own", heldout(4, alpha=0.375, **stages))  # of three fills
+    (line,) = panels(own)["held-out alpha by stages"].lines
+    assert (line.x, line.y) == ([3, 4, 16], [0.375, 0.5, 0.25])
     alpha = plot.panels_of(plot.read_runs([run], "all"))
-    (alpha,) = [p for p in alpha if p.label.startswith("held-out alpha") and p.x_label == "updates"]
+    (alpha,) = [p for p in alpha if p.label == "held-out alpha (accepted / verified)"]
     assert [(line.is_baseline, line.y) for line in alpha.lines] == [(False, [0.5]), (True, [0.25])]
+
+
+def test_the_panels_that_tell_most_are_drawn_and_all_when_asked(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "a", training(2), heldout(2, alpha=0.5, kl_by_fill=[1.0, 2.0]))
+    drawn, draw = [], plot.draw
+    monkeypatch.setattr(
+        plot, "draw", lambda names, panels: drawn.append(panels) or draw(names, panels)
+    )
+    for more in ([], ["--all"]):
+        assert plot.main([run, "--out", str(tmp_path / "curves.png"), *more]) == 0
+    few, every = ({panel.label for panel in panels} for panels in drawn)
+    agreement = "agreement with the target (share)"
+    assert few == {
+        "training loss (per position)",
+        agreement,
+        "held-out alpha (accepted / verified)",
+    }
+    assert every - few >= {
+        "held-out loss (per position)",
+        "held-out KL by fill (nats per position)",
+    }
+    only = write_run(tmp_path / "b", {"step": 2, "accuracy": 0.5})  # nothing that tells most
+    assert plot.main([only, "--out", str(tmp_path / "curves.png")]) == 0
+    assert [panel.label for panel in drawn[-1]] == ["training accuracy (share of positions)"]
+
+
+def test_the_lookup_is_grey_and_drawn_from_one_evaluation_on(tmp_path):
+    from matplotlib.image import imread
+
+    grey = []
+    for name, more in (("a", {}), ("b", {"lookup": None})):
+        run = write_run(tmp_path / name, training(1), heldout(4, **more))
+        assert plot.main([run, "--out", str(tmp_path / "curves.png")]) == 0
+        image = imread(tmp_path / "curves.png")[..., :3]
+        grey.append(int((abs(image - 0.4) < 0.02).all(axis=-1).sum()))
+    assert grey[0] > grey[1] + 200
 
 
 def test_unknown_and_broken_records_are_tolerated(tmp_path):
@@ -159,7 +198,7 @@ def test_a_png_is_written_whatever_runs_have(tmp_path, n_runs, capsys):
     out = tmp_path / "new" / "curves.png"
     assert plot.main([*runs, "--out", str(out)]) == 0
     image = imread(out)
-    assert min(image.shape[:2]) > 500 and image[..., :3].std() > 0.02
+    assert min(image.shape[:2]) > 400 and image[..., :3].std() > 0.02
     blue = (abs(image[..., :3] * 255 - [31, 119, 180]) < 2).all(axis=-1)  # of the first run
     assert blue.any()
     assert [p.name for p in out.parent.iterdir()] == ["curves.png"]

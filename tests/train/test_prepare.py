@@ -35,6 +35,7 @@ def test_the_mask_marks_what_the_target_wrote(written):
         assert len(row["input_ids"]) == len(row["loss_mask"])
         assert 1 <= sum(row["loss_mask"]) <= 4 + 6
         assert row["loss_mask"][-1] == 1 and row["loss_mask"][0] == 0
+        assert row["target_sha256"] == spd_jax.load_target("tiny").sha256
         assert [message["role"] for message in row["messages"]] == ["user", "assistant"]
 
 
@@ -46,6 +47,22 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(written, tmp_path):
         out.write_bytes(whole[:cut])
         prepare.main(["--out", str(out), "--rows", "4", *FLAGS])
         assert out.read_bytes() == whole, cut
+
+
+def test_the_end_says_what_was_written_and_where(written, tmp_path, capsys):
+    rows, out = rows_of(written), tmp_path / "rows.jsonl"
+    n_tokens = sum(len(row["input_ids"]) for row in rows)
+    n_scored = [sum(row["loss_mask"]) for row in rows]
+    holds = f"{out}: 4 rows, {n_tokens} tokens, {sum(n_scored)} of them scored; "
+    out.write_bytes(b"".join(written.read_bytes().splitlines(keepends=True)[:3]))
+    command = ["--out", str(out), "--rows", "4", *FLAGS]
+    prepare.main(command)  # the first round of two is there
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"{holds}{sum(n_scored[2:])} tokens written in ")
+    before, held = prepare.Written(1, 4, 90, 40), prepare.Written(2, 8, 190, 100)
+    assert prepare.describe_written(out, held, before, 8.0).endswith(" in 8.0 s, 8 a second")
+    prepare.main(command)
+    assert capsys.readouterr().err.splitlines()[-1] == f"{holds}there was nothing left to write"
 
 
 def test_every_temperature_comes_also_in_few_rows(written, tmp_path):

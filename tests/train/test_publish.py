@@ -7,8 +7,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from spd_jax.config import DraftConfig, LossName
+from train.card import Origin, hub_id, model_card
 from train.config import TrainConfig, named_config
-from train.publish import Origin, command_line, hub_id, model_card
+from train.publish import command_line
 
 RATES = {"agree_text": 0.5, "agree_target": 0.25, "lookup": 0.125, "n_scored": 7000}
 DRAFT = DraftConfig((0, 2), n_stages=2, target_sha256="ab12")
@@ -68,6 +69,9 @@ def test_other_stage_counts_and_a_true_decode_are_told():
     ("fields", "words"),
     [
         ({}, "- 9 updates, each from a batch of up to 512 tokens\n"),
+        ({"sequence_len": 96}, "- rows of up to 96 tokens; the chat template's enable_thinking: "
+         "its own default\n"),
+        ({"thinking": False}, "the chat template's enable_thinking: false\n"),
         ({"accumulate": 32}, "- 9 updates, each from 32 batches of up to 512 tokens\n"),
         ({}, "over the draft ids; loss: KL(target || draft)\n"),
         ({"loss": "ce"}, "loss: cross-entropy on the target's choice\n"),
@@ -94,9 +98,12 @@ def test_front_matter_is_what_the_hub_reads():
     assert read["library_name"] == "spd_jax" and read["license"] == "apache-2.0"
     assert read["base_model"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert "speculative-decoding" in read["tags"]
+    differs = "a 4-bit file of HuggingFaceTB/SmolLM2-135M-Instruct, which is named as base_model"
+    assert differs in model_card(9, config, DRAFT, None)
     local = TrainConfig(target="some/where/a: model")
     card = model_card(9, local, DRAFT, None)
     read = ModelCard(card).data.to_dict()
+    assert "4-bit" not in card
     assert "base_model" not in read and "license" not in read
     assert (
         "# Pipeline draft module for a: model\n" in card and "some/where" not in card.split("##")[0]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
 import spd_jax
@@ -12,9 +13,12 @@ from infer.evaluate import EvaluateFlags
 from spd_jax import loading
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import parse_flags
+from spd_jax.config import DraftConfig
+from spd_jax.models.bundle import Trained
 from spd_jax.prompts import checked_prompt_ids, prompt_ids
 from spd_jax.requests import make_request
 from spd_jax.weights import load_target_files
+from spd_jax.weights.heads import save_head
 from tests.train.templates import CHATML, SWITCHED, THINKING, markers_tokenizer
 from train import dialogues, pdm, prepare, vocabulary
 from train.config import TrainConfig, parse_config
@@ -89,6 +93,25 @@ def test_training_sees_the_prompts_of_decoding(name, thinking, files, tmp_path, 
     assert checked_prompt_ids(target, "tiny", [("a:1", "hi")], 4) == [decoded]
     for prompt in trained_prompts(monkeypatch, loaded, data, argv):
         assert prompt == decoded
+
+
+def test_a_head_says_where_it_was_trained_with_another(files, tmp_path, caplog):
+    loaded = files(SWITCHED)
+    draft = DraftConfig(anchors=(0, 4, 8), n_stages=2, n_layers=1, draft_ids=(97, 98))
+    params = spd_jax.init_draft(loaded_target(None), draft, jax.random.key(0)).params
+    for trained in (None, True, False):
+        made = Trained(trained, 256)
+        save_head(tmp_path, draft, loaded.config, jax.device_get(params), "", trained=made)
+        for thinking in (None, True, False):
+            caplog.clear()
+            spd_jax.load_draft(tmp_path, loaded_target(thinking))
+            notes = [record.getMessage() for record in caplog.records]
+            told = f"was trained with thinking {trained}, the target is loaded with {thinking}"
+            assert [told in note for note in notes] == [True] * (trained != thinking)
+
+
+def loaded_target(thinking):
+    return spd_jax.load_target("tiny", thinking=thinking)
 
 
 @pytest.mark.parametrize("main", [decode.main, evaluate.main])

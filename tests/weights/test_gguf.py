@@ -8,6 +8,7 @@ import pytest
 
 from spd_jax.weights import keymaps, load_target_files
 from spd_jax.weights.gguf import llama3_divisors, load_gguf, unpermute
+from spd_jax.weights.leaves import write_leaves
 
 TOKENS = ["<|im_start|>", "<|im_end|>", "<|eot|>", *"abcdefghijklmnopqrstuvwxyzĠ!?.", "ab", "abc"]
 MERGES = ["a b", "ab c"]
@@ -35,7 +36,7 @@ def tensors_of(config, params) -> dict[str, np.ndarray]:
         ]
     for tree, leaf, prefix in leaves:
         renamed = leaf._replace(hf=leaf.gguf)
-        tensors |= keymaps.write_leaves(tree, [renamed], prefix, sizes)
+        tensors |= write_leaves(tree, [renamed], prefix, sizes)
     for name in tensors:
         n_heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2])
         tensors[name] = tensors[name] if n_heads is None else permute(tensors[name], n_heads)

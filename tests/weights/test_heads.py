@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from spd_jax.config import DraftConfig, V10DraftConfig
+from spd_jax.models.bundle import Trained
 from spd_jax.weights import heads, keymaps, load_draft_file
-from spd_jax.weights.heads import load_head_dir, save_head
+from spd_jax.weights.heads import load_head_dir, read_trained, save_head
 
 DRAFT = DraftConfig(anchors=(0, 1, 2), n_stages=2, n_layers=2)
 VARIANTS = [
@@ -46,6 +47,25 @@ def test_reading_gives_what_was_written(tmp_path, config, assert_same, draft, dt
     assert meta == {n: getattr(config, n) for n in (*heads.TARGET_SIZES, *heads.TARGET_FACTS)}
     assert (tmp_path / "a/h/README.md").read_text(encoding="utf-8") == "# Card é\n"
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["h"]
+
+
+def test_how_a_head_was_trained_is_read_back_or_a_misfit_is_named(tmp_path, config, refused):
+    for trained in (Trained(None, 256), Trained(False, 2048), None):
+        save_head(tmp_path, DRAFT, config, params_of(DRAFT, config), "", trained=trained)
+        assert read_trained(tmp_path) == trained
+    assert read_trained(tmp_path / "model.safetensors") is None  # nor does a head.pt
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    for wrong, words in (
+        ([], "'trained' must be an object"),
+        ({"thinking": None}, "lacks sequence_len"),
+        ({"thinking": 1, "sequence_len": 9}, "thinking must be true, false or null, got 1"),
+        ({"thinking": None, "sequence_len": 1}, "sequence_len must be"),
+        ({"thinking": None, "sequence_len": 9, "sequence_length": 9}, "unknown field"),
+    ):
+        path.write_text(json.dumps(fields | {"trained": wrong}))
+        with refused(words):
+            read_trained(tmp_path)
 
 
 def test_weights_are_stored_as_bfloat16_and_widened(tmp_path, config, assert_same):

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from spd_jax.config import PipelineConfig, V10DraftConfig
 from spd_jax.weights import keymaps, load_draft_file
+from spd_jax.weights.leaves import read_leaves, sources
 from spd_jax.weights.torch_zip import load_torch_zip
 
 SIZES = {"D": 16, "E": 4, "HE": 16, "QE": 16, "GE": 8, "F": 24, "W": 20}
@@ -122,9 +123,9 @@ def state_dict(dtype=np.float32, **changes) -> collections.OrderedDict:
         return state[name]
 
     leaves = [keymaps.proj_leaf(keymaps.REFERENCE_PROJ, i) for i in range(3)]
-    keymaps.read_leaves(keymaps.dense_leaves(True), "hf", "spec_layers.0.", sizes, take)
+    read_leaves(keymaps.dense_leaves(True), "hf", "spec_layers.0.", sizes, take)
     for leaf in leaves:
-        for name, shape in keymaps.sources(leaf, "hf", "", sizes):
+        for name, shape in sources(leaf, "hf", "", sizes):
             take(name, shape)
     take("lm_head.weight", (sizes["W"], sizes["D"]))
     return state

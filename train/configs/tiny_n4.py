@@ -2,7 +2,11 @@
 
     python -m train.prepare --target tiny --out data/tiny.jsonl --rows 96 \\
         --prompt-tokens 16 --answer-tokens 32
-    python -m train.pdm --config tiny_n4
+    python -m train.prepare --target tiny --out data/tiny_heldout.jsonl --rows 24 \\
+        --prompt-tokens 16 --answer-tokens 32 --seed 1
+    python -m train.pdm --config tiny_n4 --heldout-data data/tiny_heldout.jsonl
+
+Without the held-out rows it trains the same and makes no held-out figures.
 """
 
 from train.config import TrainConfig
