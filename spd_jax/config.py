@@ -283,6 +283,9 @@ def refuse_v10(config: AnyDraftConfig, name: str, deed: str) -> None:
     )
 
 
+COLDEST, HOTTEST = 1e-4, 1e4  # beyond these float32 logits over the temperature lose their meaning
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
     """How tokens are chosen; temperature 0 is greedy, top_k 0 and top_p 1 are off."""
@@ -296,7 +299,11 @@ class SamplingConfig:
         for name in ("temperature", "top_p"):
             value = getattr(self, name)
             require(is_number(value), f"{name} must be a finite number, got {value!r}")
-        require(self.temperature >= 0, f"temperature must not be negative, got {self.temperature}")
+        require(
+            self.temperature == 0 or COLDEST <= self.temperature <= HOTTEST,
+            f"temperature must be 0 (greedy) or from {COLDEST:g} to {HOTTEST:g}, got "
+            f"{self.temperature}",
+        )
         check_counts(self, "top_k", least=0)
         require(0 < self.top_p <= 1, f"top_p must be in (0, 1], got {self.top_p}")
         require(

@@ -158,7 +158,9 @@ def test_impossible_v10_drafts_are_named(change, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"temperature": -0.1}, ("temperature", "negative", "-0.1")),
+        ({"temperature": -0.1}, ("temperature", "from 0.0001 to 10000", "-0.1")),
+        ({"temperature": 1e-5}, ("temperature", "0 (greedy)", "1e-05")),
+        ({"temperature": 1e5}, ("temperature", "10000", "100000.0")),
         ({"top_k": -1}, ("top_k", "at least 0", "-1")),
         ({"top_k": None}, ("top_k", "an integer", "None")),
         ({"top_p": 0.0}, ("top_p", "(0, 1]", "0.0")),

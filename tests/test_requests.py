@@ -9,7 +9,6 @@ import pytest
 
 import spd_jax
 from spd_jax.checks import ConfigError
-from spd_jax.config import SamplingConfig
 from spd_jax.requests import make_request
 from tests.random_models import full_config, make_draft, make_target
 
@@ -90,7 +89,6 @@ BAD_DECODES = {
     "a boolean chunk": ({"chunk_cycles": True}, "chunk_cycles"),
     "a count of layers": ({"stage_layers": 4}, "sequence of integers, got 4"),
     "no sampling": ({"sampling": None}, "SamplingConfig, got None"),
-    "sampling": ({"sampling": SamplingConfig(temperature=0.5)}, "temperature 0"),
 }
 
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 import spd_jax
-from spd_jax import ConfigError, Target
+from spd_jax import ConfigError, SamplingConfig, Target
 from spd_jax.commandline import parse_flags, run, say
 from spd_jax.prompts import checked_prompt_ids
 from spd_jax.weights.files import check_out, file_sha256, one_line, sole_writer
@@ -96,6 +96,8 @@ class PrepareConfig:
                 f"temperatures must be one or more numbers from 0 to {HOTTEST}, as must "
                 f"prompt_temperature, got {', '.join(map(str, drawn_at))}"
             )
+        for temperature in drawn_at:
+            SamplingConfig(temperature)  # for its error
 
     @property
     def round_size(self) -> int:

@@ -24,6 +24,7 @@ from spd_jax.config import SamplingConfig
 DRAFT, ACCEPT, RESIDUAL, COUPLED = range(4)  # streams of random numbers, independent of each other
 CANDIDATES = 64  # sent by each shard at least, where something is filtered
 TOP_P_CANDIDATES = 256  # where top-p alone filters
+LEAST = 1e-30  # a smaller top_p would be 0 in float32, and keep nothing
 OFF = 2.0  # a top_p that keeps all: sums of probabilities may round to more than 1
 FALLBACK = 1e4  # see `residual_scores`
 
@@ -71,7 +72,7 @@ def plan(sampling: SamplingConfig, vocab_size: int) -> tuple[Method, Knobs]:
     if sampling.temperature == 0:
         return GREEDY, Knobs(jnp.float32(1), jnp.int32(0), jnp.float32(OFF))
     top_k = sampling.top_k if sampling.top_k < vocab_size else 0
-    top_p = sampling.top_p if sampling.top_p < 1 else OFF
+    top_p = max(sampling.top_p, LEAST) if sampling.top_p < 1 else OFF
     n_candidates = 0
     if top_k:  # one more than top_k: it shows whether a tie is cut off
         n_candidates = max(CANDIDATES, 1 << (top_k - 1).bit_length()) + 1
