@@ -24,7 +24,7 @@ from spd_jax.models import distill, reference
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft, Target
-from spd_jax.models.cache import bucket_capacity
+from spd_jax.models.cache import bucket_capacity, read_len
 from spd_jax.ops.sampling import argmax_lowest, plan
 from spd_jax.pipeline.loop import OnTokens, Stopwatch, decode_batch
 from spd_jax.pipeline.programs import TOKEN_BUCKET
@@ -41,7 +41,7 @@ from spd_jax.requests import (
 from spd_jax.results import DecodeResult, make_stats
 
 GREEDY = SamplingConfig()
-AR_CHUNK_STEPS = 256  # steps per compiled call of `generate`
+AR_CHUNK_STEPS = 128  # steps per compiled call of `generate`
 
 
 def decode(
@@ -156,13 +156,15 @@ def generate(
     clock = Stopwatch()
     state = jax.block_until_ready(start(*args))
     prefill_seconds = clock.lap()
-    steps = jnp.int32(AR_CHUNK_STEPS)
-    args = (params, state, lens, request.keys, stops, limit, knobs, steps)
-    proceed = reference.continue_ar.compile(*args, **static)
-    clock.lap()  # compiling is not decoding
+    steps, decode_seconds = jnp.int32(AR_CHUNK_STEPS), 0.0
+    args = (lens, request.keys, stops, limit, knobs, steps)
     while not bool(np.all(np.asarray(state.done))):
-        state = proceed(params, state, lens, request.keys, stops, limit, knobs, steps)
-    decode_seconds = clock.lap()
+        reach = int(request.prompt_lens.max()) + int(state.step) + AR_CHUNK_STEPS
+        n_read = read_len(reach, capacity)
+        proceed = reference.continue_ar.compile(params, state, *args, **static, n_read=n_read)
+        clock.lap()  # compiling is not decoding
+        state = jax.block_until_ready(proceed(params, state, *args))
+        decode_seconds += clock.lap()
     tokens, counts = np.asarray(state.tokens), np.asarray(state.n_tokens)
     results = [
         finish_result(target, request, row[:n].tolist(), prefill_seconds, decode_seconds)

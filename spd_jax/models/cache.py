@@ -14,6 +14,7 @@ from jax import lax
 
 from spd_jax.config import TargetConfig
 
+LEAST_READ = 256  # positions of a cache: fewer save too little for a program of their own
 BUCKET = 128  # capacities are multiples of this, so that few programs serve many lengths
 
 # Of T rows: {"k": [B, G, E, T], "v": [B, G, T, E]}, a cache has S for T; or what is known after
@@ -24,6 +25,21 @@ Rows = dict[str, jax.Array]
 def bucket_capacity(n_positions: int) -> int:
     """Returns the smallest bucket that holds n_positions and the spare slot."""
     return -(-(n_positions + 1) // BUCKET) * BUCKET
+
+
+def read_len(n_positions: int, capacity: int) -> int:
+    """Returns how many positions of a cache attention reads where n_positions may be in use.
+
+    Few values, so that few programs are compiled: powers of two, or all of a smaller cache.
+    """
+    return min(max(LEAST_READ, 1 << (n_positions - 1).bit_length()), capacity)
+
+
+def first_positions(cache: Rows, n: int) -> Rows:
+    """Returns the first n positions of an attention cache, to be read; other caches as they are."""
+    if "k" not in cache or n == cache["v"].shape[2]:
+        return cache
+    return {"k": cache["k"][..., :n], "v": cache["v"][:, :, :n]}
 
 
 def init_cache(

@@ -14,7 +14,7 @@ from jax import lax
 
 from spd_jax.config import TargetConfig
 from spd_jax.models import target as model
-from spd_jax.models.cache import Rows, init_cache, write_chunk, write_row
+from spd_jax.models.cache import Rows, first_positions, init_cache, write_chunk, write_row
 from spd_jax.ops.attention import causal_mask
 from spd_jax.ops.sampling import Knobs, Method, sample
 from spd_jax.program import Program
@@ -77,7 +77,8 @@ def prefill(
         before, ends = (jnp.minimum(end, prompt_lens) for end in (start, start + chunk))
         active, mask = c < n_chunks, causal_mask(chunk)  # always active: see run_if
         x = model.run_if(active, lambda: model.embed(params, ids))
-        args = (params["layers"], x, positions, mask, caches, before, ends - before)
+        read = [first_positions(cache, n_padded) for cache in caches]
+        args = (params["layers"], x, positions, mask, read, before, ends - before)
         x, rows = model.run_block(active, config, *args)
         caches = [write_chunk(*pair, start, ends) for pair in zip(caches, rows, strict=True)]
         offset = jnp.clip(last_idx - start, 0, chunk - 1)
@@ -137,8 +138,13 @@ def decode_steps(
     *,
     config: TargetConfig,
     method: Method,
+    n_read: int,
 ) -> ARState:
-    """Runs up to n_steps (traced) more steps, fewer when every sequence is done."""
+    """Runs up to n_steps (traced) more steps, fewer when every sequence is done.
+
+    Args:
+      n_read: cache positions that attention reads: none beyond is in use before the last step.
+    """
     n_batch, n_slots = state.tokens.shape
     until = state.step + n_steps
 
@@ -156,7 +162,7 @@ def decode_steps(
             x,
             position[:, None],
             causal_mask(1),
-            state.caches,
+            [first_positions(cache, n_read) for cache in state.caches],
             position,
         )
         caches = [

@@ -18,7 +18,7 @@ from spd_jax.models.aggregate import make_row, normalise
 from spd_jax.models.cache import write_row
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.draws import name_tokens
-from spd_jax.pipeline.slots import Slots, map_slots
+from spd_jax.pipeline.slots import Slots, map_slots, read_slots
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
@@ -32,11 +32,15 @@ def run_cycle(
     weights: EngineWeights,
     state: PipelineState,
     inputs: Inputs,
+    n_read: int,
 ) -> PipelineState:
-    """Advances every running sequence by one cycle."""
+    """Advances every running sequence by one cycle.
+
+    Attention reads the first n_read positions of the caches: none beyond is in use.
+    """
     n = spec.n_stages
     with jax.named_scope("compute"):
-        sent, caches = _compute(spec, comm, weights, state)
+        sent, caches = _compute(spec, comm, weights, state, n_read)
     with jax.named_scope("exchange"):
         gathered = comm.gather_ranks(sent)[:, :, :, 0]  # [N+1, K, B, D]
     with jax.named_scope("heads"):
@@ -53,7 +57,7 @@ def run_cycle(
 
 
 def _compute(
-    spec: EngineSpec, comm: Comm, weights: EngineWeights, state: PipelineState
+    spec: EngineSpec, comm: Comm, weights: EngineWeights, state: PipelineState, n_read: int
 ) -> tuple[list[jax.Array], list]:
     """Runs every local rank's work and writes the new rows."""
     n = spec.n_stages
@@ -67,11 +71,12 @@ def _compute(
 
         def stage(kinds, rank=rank, parameters=parameters, cache=cache, position=position):
             x = lax.dynamic_index_in_dim(state.hidden, jnp.minimum(rank, n - 1), keepdims=False)
-            x, where = x[:, None], position[:, None]
-            return run_stage(spec, comm, rank, kinds, parameters, cache, x, where, position, one)
+            x, where, read = x[:, None], position[:, None], read_slots(cache, n_read)
+            return run_stage(spec, comm, rank, kinds, parameters, read, x, where, position, one)
 
         def draft(parameters=parameters, cache=cache):
-            return _draft(spec, comm, weights.projs, parameters, cache, state)
+            read = read_slots(cache, n_read)
+            return _draft(spec, comm, weights.projs, parameters, read, state)
 
         is_draft = rank == n
         keep = in_flight | (running & is_draft)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from spd_jax.models.cache import read_len
 from spd_jax.pipeline import programs
 from spd_jax.pipeline.programs import Engine
 from spd_jax.pipeline.state import Inputs, PipelineState
@@ -70,17 +71,21 @@ def decode_batch(
     state = fill_caches()
     prefill_seconds = clock.lap()
 
+    lens = np.asarray(inputs.prompt_lens).tolist()
     sequences = [Committed([], []) for _ in range(n_batch)]
     members = list(range(n_batch))  # whose sequence each row of the batch is; padding past these
-    done, run = _read(state, members, sequences, on_tokens), None
-    decode_seconds = 0.0
+    done, run, n_read = _read(state, members, sequences, on_tokens), None, 0
+    decode_seconds, capacity = 0.0, programs.capacity_of(state)
     while not all(done):
         running = [row for row, ended in enumerate(done) if not ended]
         if 2 * len(running) <= state.done.shape[0] and state.done.shape[0] > 1:
             state, inputs = programs.compact(engine, state, inputs, running)
             members, run = [members[row] for row in running], None
-        if run is None:
-            run = programs.chunk(engine, state, inputs, chunk_cycles)
+        longest = max(lens[i] + len(sequences[i].tokens) for i in members)
+        in_use = min(longest + engine.spec.n_stages + chunk_cycles, capacity)
+        if run is None or in_use > n_read:
+            n_read = read_len(in_use, capacity)
+            run = programs.chunk(engine, state, inputs, chunk_cycles, n_read)
             clock.lap()  # compiling is not decoding
         state = run(state)
         done = _read(state, members, sequences, on_tokens)

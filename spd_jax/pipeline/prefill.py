@@ -19,7 +19,7 @@ from spd_jax.ops.attention import causal_mask
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.draws import empty_proposals, first_tokens
 from spd_jax.pipeline.heads import Heads, embed_rows
-from spd_jax.pipeline.slots import Slots, cache_slots, map_slots
+from spd_jax.pipeline.slots import Slots, cache_slots, map_slots, read_slots
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
@@ -48,6 +48,7 @@ def run_prefill(
     chunk = min(CHUNK, n_padded)
     assert n_padded % chunk == 0, (n_padded, chunk)
     n_chunks = (jnp.max(prompt_lens) + chunk - 1) // chunk
+    chunks = n_chunks, chunk, n_padded
     embedded = embed_rows(heads, comm, prompts)  # [B, T, D]
     dtype, width = embedded.dtype, embedded.shape[-1]
     last_idx = prompt_lens - 1
@@ -67,7 +68,7 @@ def run_prefill(
         ring = ring.at[t % (n + 1), :, :, 0].set(entered[0])
         features = ring[(t - n) % (n + 1)]  # of the chunk at the PDM
         sent, caches = _compute_chunk(
-            spec, comm, weights, caches, t, n_chunks, chunk, entered, features, prompt_lens
+            spec, comm, weights, caches, t, chunks, entered, features, prompt_lens
         )
         gathered = comm.gather_ranks(sent)  # [N+1, K, B, C, D]
         for m, (stage, k) in enumerate(spec.anchor_sites, start=1):
@@ -145,9 +146,13 @@ def empty_caches(
     ]
 
 
-def _compute_chunk(spec, comm, weights, caches, t, n_chunks, chunk, entered, features, prompt_lens):
-    """Runs every local rank on its chunk of step t and writes the new rows."""
-    n = spec.n_stages
+def _compute_chunk(spec, comm, weights, caches, t, chunks, entered, features, prompt_lens):
+    """Runs every local rank on its chunk of step t and writes the new rows.
+
+    Args:
+      chunks: how many there are (traced), of how many rows, and the rows of all.
+    """
+    n, (n_chunks, chunk, n_read) = spec.n_stages, chunks
     n_batch = entered.shape[1]
     sent, written = [], []
     for rank, parameters, cache in zip(comm.ranks, weights.ranks, caches, strict=True):
@@ -161,12 +166,14 @@ def _compute_chunk(spec, comm, weights, caches, t, n_chunks, chunk, entered, fea
             kinds, rank=rank, mine=parameters, cache=cache, at=positions, n_seen=before, ends=ends
         ):
             x = lax.dynamic_index_in_dim(entered, jnp.minimum(rank, n - 1), keepdims=False)
-            return run_stage(spec, comm, rank, kinds, mine, cache, x, at, n_seen, ends - n_seen)
+            read = read_slots(cache, n_read)
+            return run_stage(spec, comm, rank, kinds, mine, read, x, at, n_seen, ends - n_seen)
 
         def draft(mine=parameters, cache=cache, at=positions, n_seen=before):
             prepared = normalise(spec.draft, features, spec.target.norm_eps)
             rows = make_row(weights.projs, prepared, spec.row_types[n])
-            return run_draft(spec, comm, mine, cache, rows, at, causal_mask(chunk), n_seen)
+            read = read_slots(cache, n_read)
+            return run_draft(spec, comm, mine, read, rows, at, causal_mask(chunk), n_seen)
 
         out, rows = run_rank(spec, comm, rank, active, stage, draft)
         write = functools.partial(write_chunk, start=start, ends=ends, active=active)

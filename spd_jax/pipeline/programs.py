@@ -55,6 +55,12 @@ def cache_capacity(spec: EngineSpec, n_padded: int, longest: int, max_new_tokens
     return bucket_capacity(max(n_padded, longest + max_new_tokens + spec.n_stages - 2))
 
 
+def capacity_of(state: PipelineState) -> int:
+    """The positions of a state's attention caches: the PDM has one at least."""
+    cache = next(slots["attention"][0] for slots in state.caches if slots.get("attention"))
+    return cache["v"].shape[-2]
+
+
 def prefill(
     engine: Engine, prompts: np.ndarray, inputs: Inputs, max_new_tokens: int
 ) -> Callable[[], PipelineState]:
@@ -84,7 +90,7 @@ def trace(
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), n_batch))
     inputs = Inputs(ids((n_batch,)), keys, ids((1,)), ids(()), knobs, method)
     state = PREFILL.shapes(engine.weights, ids((n_batch, n_padded)), inputs, **static)
-    static = {"spec": engine.spec, "mesh": engine.mesh}
+    static = {"spec": engine.spec, "mesh": engine.mesh, "n_read": static["capacity"]}
     return CHUNK.shapes(engine.weights, state, inputs, ids(()), **static)
 
 
@@ -102,14 +108,19 @@ def _prefill_static(
 
 
 def chunk(
-    engine: Engine, state: PipelineState, inputs: Inputs, n_cycles: int
+    engine: Engine, state: PipelineState, inputs: Inputs, n_cycles: int, n_read: int | None = None
 ) -> Callable[[PipelineState], PipelineState]:
     """Compiles a chunk of up to n_cycles; calling what is returned with a state runs it.
+
+    Args:
+      n_read: cache positions that attention reads, no fewer than are in use before the last cycle;
+        None: all.
 
     The state is donated, and the call blocks: the CPU backend deadlocks on queued collectives.
     """
     tail = (inputs, jnp.int32(n_cycles))
-    program = CHUNK.compile(engine.weights, state, *tail, spec=engine.spec, mesh=engine.mesh)
+    static = {"spec": engine.spec, "mesh": engine.mesh, "n_read": n_read or capacity_of(state)}
+    program = CHUNK.compile(engine.weights, state, *tail, **static)
     return lambda state: jax.block_until_ready(program(engine.weights, state, *tail))
 
 
@@ -131,7 +142,7 @@ def _run_prefill(weights, prompts, inputs, *, spec, mesh, capacity, n_slots):
     return _on_ranks(fn, spec, mesh, weights, prompts, inputs)
 
 
-def _run_chunk(weights, state, inputs, n_cycles, *, spec, mesh):
+def _run_chunk(weights, state, inputs, n_cycles, *, spec, mesh, n_read):
     def fn(comm, weights, state, inputs, n_cycles):
         def go_on(carry):
             i, state = carry
@@ -139,7 +150,7 @@ def _run_chunk(weights, state, inputs, n_cycles, *, spec, mesh):
 
         def body(carry):
             i, state = carry
-            return i + 1, run_cycle(spec, comm, weights, state, inputs)
+            return i + 1, run_cycle(spec, comm, weights, state, inputs, n_read)
 
         return lax.while_loop(go_on, body, (jnp.int32(0), state))[1]
 

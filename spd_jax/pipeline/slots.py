@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from spd_jax.config import LayerKind
-from spd_jax.models.cache import Rows
+from spd_jax.models.cache import Rows, first_positions
 
 Slots = dict[str, list[Rows]]  # mixer -> slot -> a cache, or its new rows
 Packed = dict[str, list[dict[str, Any]]]  # part -> slot -> leaf key -> array
@@ -26,6 +26,14 @@ def cache_slots(kinds: Sequence[LayerKind]) -> Iterator[tuple[str, int]]:
     for kind in kinds:
         yield kind.mixer, seen[kind.mixer]
         seen[kind.mixer] += 1
+
+
+def read_slots(caches: Slots, n_read: int) -> Slots:
+    """Returns the caches as far as attention is to read them: the first n_read positions."""
+    return {
+        mixer: [first_positions(cache, n_read) for cache in slots]
+        for mixer, slots in caches.items()
+    }
 
 
 def map_slots(fn: Callable[[Rows, Rows], Rows], caches: Slots, rows: Slots) -> Slots:

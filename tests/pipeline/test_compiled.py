@@ -39,7 +39,9 @@ def prefilled(n_stages, n_batch, mode) -> Stepper:
 def chunk_text(run: Stepper) -> str:
     """The compiled chunk of cycles, as text."""
     args = (run.engine.weights, run.state, run.inputs, jnp.int32(32))
-    return programs.CHUNK.compile(*args, spec=run.engine.spec, mesh=run.engine.mesh).as_text()
+    static = {"spec": run.engine.spec, "mesh": run.engine.mesh}
+    n_read = programs.capacity_of(run.state)
+    return programs.CHUNK.compile(*args, **static, n_read=n_read).as_text()
 
 
 def operations(text: str) -> list[str]:
