@@ -1,6 +1,6 @@
 """What every main does before and around its work: flags, messages, errors, exit codes.
 
-The only room of the library that parses flags; nothing here imports jax.
+The only room of the library that parses flags.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import tyro
 
+from spd_jax.cachedir import cache_directory
 from spd_jax.checks import ConfigError
 
 Flags = TypeVar("Flags")
@@ -80,6 +81,17 @@ def _unboxed(text: str) -> str:
     return "; ".join(" ".join(part) for part in parts if part)
 
 
+def _keep_programs() -> None:
+    """Keeps what a main compiles in the cache folder, or says why not."""
+    from spd_jax.program import keep_on_disk  # here: flags are refused before jax is there
+
+    folder = cache_directory() / "programs"
+    try:
+        keep_on_disk(folder)
+    except OSError as error:
+        say(f"note: compiled programs are not kept ({folder}: {error.strerror or error})")
+
+
 def run(main: Callable[[], int]) -> None:
     """Runs a main and exits with its code; a ConfigError is one line on stderr and code 2."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as it was during imports
@@ -87,6 +99,7 @@ def run(main: Callable[[], int]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # it may not be able to show every character
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        _keep_programs()
         code = main()
     except KeyboardInterrupt:
         say("stopped")

@@ -5,8 +5,11 @@ Compiling ahead of the call keeps compile time out of every measured second.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ import jax
 # Each compiled program of the CPU backend takes hundreds of memory maps, about 800 for a decode
 # cycle of 30 layers. Linux gives a process 65,530 by default; past that, jaxlib crashes.
 MAX_PROGRAMS = 40
+MAX_KEPT_BYTES = 4 << 30  # on disk; those used least lately go first
 
 # XLA's CPU backend computes bfloat16 products from float32 copies of the weights. Its default
 # scheduler, which looks for work to do side by side, makes them all beforehand: twice the model.
@@ -61,6 +65,21 @@ class Program:
 
     def __call__(self, *args, **static) -> Any:
         return self.compile(*args, **static)(*args)
+
+
+def keep_on_disk(folder: Path) -> None:
+    """Keeps compiled programs in a folder, for later processes; a user's own setting stays.
+
+    Raises:
+      OSError: the folder cannot be made or written to.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):  # jax would warn at every program
+        pass
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", MAX_KEPT_BYTES)
 
 
 def is_traced(tree: object) -> bool:

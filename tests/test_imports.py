@@ -14,6 +14,7 @@ PACKAGES = ("spd_jax", "infer", "train")
 # Lower may not import higher, nor one room another of the same level.
 LEVELS = {
     "spd_jax.checks": -1,
+    "spd_jax.cachedir": 0,
     "spd_jax.config": 0,
     "spd_jax.program": 0,
     "spd_jax.commandline": 1,

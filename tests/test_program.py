@@ -2,8 +2,12 @@
 
 import dataclasses
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -76,3 +80,35 @@ def test_no_program_widens_all_bfloat16_weights_at_once(monkeypatch):
     n_bytes = sum(x.nbytes for x in jax.tree.leaves(target.params))
     assert len(temporary) == 4
     assert max(temporary.values()) < n_bytes / 2  # widened, all of them are twice n_bytes
+
+
+def test_a_command_finds_what_an_earlier_one_compiled(tmp_path):
+    """Also says so in one line where the folder cannot be."""
+    code = (
+        "import jax; from spd_jax.commandline import run\n"
+        "jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)\n"
+        "run(lambda: int(jax.jit(lambda x: x + 1)(1)) - 2)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
+
+    def execute(cache):
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment | {"SPD_CACHE": str(cache), "JAX_PLATFORMS": "cpu"},
+            cwd=Path(__file__).parent.parent,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    first, kept = execute(tmp_path), []
+    assert (first.returncode, first.stderr) == (0, "")
+    kept = sorted((tmp_path / "programs").glob("*-cache"))
+    assert kept
+    assert execute(tmp_path).returncode == 0
+    assert sorted((tmp_path / "programs").glob("*-cache")) == kept
+    (tmp_path / "file").write_text("")
+    blocked = execute(tmp_path / "file")
+    assert blocked.returncode == 0
+    assert blocked.stderr.startswith("note: compiled programs are not kept")
+    assert blocked.stderr.count("\n") == 1

