@@ -16,7 +16,7 @@ from tests.expected import expected_cycles
 from tests.pipeline.conftest import MESHES
 from tests.pipeline.stepping import start
 from tests.pipeline.test_compiled import chunk_text, is_collective, operations
-from tests.random_models import full_config, make_draft, make_prompt, make_target
+from tests.random_models import CONFIG, full_config, make_draft, make_prompt, make_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -96,6 +96,25 @@ def test_a_text_depends_on_its_seed_and_prompt_alone(verifier):
     for ended, whole in zip(stopped, together, strict=True):
         length = whole.tokens.index(stop) + 1 if stop in whole.tokens else len(whole.tokens)
         assert ended.tokens == whole.tokens[:length]
+
+
+@pytest.mark.parametrize("mode", MESHES)
+def test_a_cut_beyond_the_candidates_is_found_on_every_shard(mode, comparison):
+    """Each shard has more ids than it sends at first: a second exchange is compiled and needed."""
+    base = dataclasses.replace(CONFIG, vocab_size=1201)
+    target = make_target(2, seed=5, base=base)
+    config = dataclasses.replace(full_config(2, 2), draft_ids=tuple(range(0, 1201, 2)))
+    draft = make_draft(target, config, "even")
+    prompt, options = make_prompt(4), dict(max_new_tokens=16, stop_ids=())
+    for values in ({"top_p": 0.9999}, {"top_p": 0.2}, {"top_k": 3}):
+        sampling = SamplingConfig(5.0, verifier="coupled", **values)
+        want = spd_jax.generate(target, prompt, sampling=sampling, **options)
+        got = spd_jax.decode(target, draft, prompt, sampling=sampling, mesh=MESHES[mode], **options)
+        comparison.check(target, prompt, got.tokens, want.tokens, sampling, 0)
+    ids = np.array(prompt + want.tokens)
+    logits = np.asarray(spd_jax.target_logits(target, ids))
+    wide = distribution.warp(logits[-1], SamplingConfig(5.0, top_p=0.9999))
+    assert np.count_nonzero(wide) > 3 * ops.TOP_P_CANDIDATES  # or the second one is not needed
 
 
 def test_seeds_give_other_texts():
