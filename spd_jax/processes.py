@@ -135,8 +135,12 @@ class Processes:
     def close(self) -> None:
         """Parts in peace: to be called by all when all is done."""
         self.gather("done")
+        if self.is_first:  # its service goes last: without it jax aborts the others
+            self.gather("left")
         with contextlib.suppress(Exception):  # all is done and said
             jax.distributed.shutdown()
+        if not self.is_first:
+            self.gather("left")
         for wire in self._wires.values():
             wire.close()
 
