@@ -246,26 +246,39 @@ def test_a_state_cache_needs_one_process():
         check_settings(TrainConfig(state_cache=True), Processes(0, 2))
 
 
-def test_a_silent_wire_and_a_strange_one_are_told_apart():
-    ours, theirs = socket.socketpair()
+@pytest.fixture
+def tcp_pair():
+    """Makes connections; gives both ends of each."""
+    with contextlib.ExitStack() as stack:
+
+        def connect():
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                ours = stack.enter_context(socket.create_connection(server.getsockname()))
+                return ours, stack.enter_context(server.accept()[0])
+
+        yield connect
+
+
+def test_a_silent_wire_and_a_strange_one_are_told_apart(tcp_pair):
+    ours, theirs = tcp_pair()
     wire = Wire(ours, 0.1)
     with pytest.raises(WireClosed, match="not been heard of for 0.1 s"):
         wire.read("hello")
-    ours, theirs = socket.socketpair()
+    ours, theirs = tcp_pair()
     theirs.sendall(b"GET / HTTP/1.1\r\n")
     with pytest.raises(WireClosed, match="no process of this command"):
         Wire(ours, 5).read("hello")
-    ours, theirs = socket.socketpair()
-    theirs.close()
+    ours, theirs = tcp_pair()
+    theirs.close()  # as when its process is killed
     with pytest.raises(WireClosed, match="ended without a word"):
         Wire(ours, 5).read("hello")
 
 
 @pytest.mark.timeout(20)
-def test_a_wire_reports_a_loss_but_not_a_parting():
+def test_a_wire_reports_a_loss_but_not_a_parting(tcp_pair):
     lost = []
     for ends in ("close", "drop"):
-        (a, b), reasons = socket.socketpair(), []
+        (a, b), reasons = tcp_pair(), []
         first, second = Wire(a, 5), Wire(b, 5)
         first.start(5, reasons.append)
         second.send("value", [1])
