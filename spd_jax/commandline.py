@@ -10,8 +10,9 @@ import io
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import tyro
 
@@ -21,14 +22,33 @@ from spd_jax.checks import ConfigError
 Flags = TypeVar("Flags")
 
 EXIT_USER_ERROR = 2
+EXIT_LOST = 3  # another process of the same command has gone
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 _BOX = "╭╮╰╯│─ "
+_QUIET, _LEAVING = threading.Event(), threading.Lock()
 
 
 def say(line: str) -> None:
-    """Writes one line to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """Writes one line to stderr; nothing after `be_quiet`."""
+    if not _QUIET.is_set():
+        print(line, file=sys.stderr, flush=True)
+
+
+def be_quiet() -> None:
+    """Leaves all but errors to another process."""
+    _QUIET.set()
+
+
+def leave(line: str, code: int) -> NoReturn:
+    """Ends the process at once from any thread, whatever the others do; only the first call speaks.
+
+    An exception in the midst of XLA or Orbax is lost or hangs.
+    """
+    _LEAVING.acquire()  # and never released
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live bar has hidden it
+    os.write(2, f"{show_cursor}{line}\n".encode(errors="backslashreplace"))
+    os._exit(code)
 
 
 def parse_flags(

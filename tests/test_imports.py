@@ -18,6 +18,8 @@ LEVELS = {
     "spd_jax.config": 0,
     "spd_jax.program": 0,
     "spd_jax.commandline": 1,
+    "spd_jax.wire": 1,
+    "spd_jax.processes": 2,
     "spd_jax.ops": 1,
     "spd_jax.results": 1,
     "spd_jax.models": 2,

@@ -36,6 +36,12 @@ def snapshot(state: TrainState) -> TrainState:
     return jax.tree.map(np.array, jax.device_get(_plain(state)))
 
 
+def with_key(plain: TrainState, like: jax.Array) -> TrainState:
+    """Gives a state that holds its key as plain data a typed key of the kind of `like`."""
+    key = jax.random.wrap_key_data(plain.key, impl=jax.random.key_impl(like))
+    return dataclasses.replace(plain, key=key)
+
+
 def save_state(directory: Path, state: TrainState, notes: dict[str, Any]) -> None:
     """Writes the checkpoint directory/<position> of a `snapshot`.
 
@@ -47,7 +53,8 @@ def save_state(directory: Path, state: TrainState, notes: dict[str, Any]) -> Non
     try:
         directory.mkdir(parents=True, exist_ok=True)
         metadata = {"notes": notes, "sha256": _digest(state, notes)}
-        ocp.save(path, state, overwrite=True, custom_metadata=metadata)
+        with _alone():
+            ocp.save(path, state, overwrite=True, custom_metadata=metadata)
         sync_directory(directory)
     except Exception as error:  # TensorStore has its own kinds for what a disk says
         for unfinished in directory.glob(f"{path.name}{UNFINISHED}*"):
@@ -79,16 +86,16 @@ def restore_latest(directory: Path, like: TrainState) -> tuple[TrainState, dict[
     for number in reversed(numbers):
         path = directory.absolute() / str(number)
         try:
-            plain = ocp.load(path, _plain(like))
-            metadata = ocp.metadata(path).custom_metadata
+            with _alone():
+                plain = ocp.load(path, snapshot(like))
+                metadata = ocp.metadata(path).custom_metadata
             notes = metadata["notes"]
             if _digest(plain, notes) != metadata["sha256"]:
                 raise ValueError("its content is not what was written")
         except Exception as error:  # a damaged file raises whatever its parser raises
             say(f"note: checkpoint {number} in {directory} is not readable: {_reason(error)}")
             continue
-        key = jax.random.wrap_key_data(plain.key, impl=jax.random.key_impl(like.key))
-        return dataclasses.replace(plain, key=key), notes
+        return with_key(plain, like.key), notes
     if numbers:
         raise ConfigError(f"{directory}: no checkpoint is readable; give a new workdir")
     return None
@@ -98,7 +105,8 @@ def read_notes(directory: Path, number: int) -> dict[str, Any]:
     """Returns the notes of a checkpoint, {} where they cannot be read."""
     _quiet()
     try:
-        return ocp.metadata(directory.absolute() / str(number)).custom_metadata["notes"]
+        with _alone():
+            return ocp.metadata(directory.absolute() / str(number)).custom_metadata["notes"]
     except Exception:  # as above; `restore_latest` says so where it matters
         return {}
 
@@ -119,6 +127,18 @@ def _reason(error: Exception) -> str:
 def _plain(state: TrainState) -> TrainState:
     """Replaces the typed key by its data: files hold plain arrays only."""
     return dataclasses.replace(state, key=jax.random.key_data(state.key))
+
+
+def _alone() -> ocp.Context:
+    """Keeps Orbax from waiting for other processes: one writes and reads for all."""
+    if jax.process_count() > 1:
+        # Its comparison of paths waits for all processes, whichever are active (0.12.8).
+        from orbax.checkpoint.experimental.v1._src.saving import execution
+
+        execution._check_directory_consistency = lambda directory: None
+    index = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
+    return ocp.Context(multiprocessing_options=options)
 
 
 def _quiet() -> None:

@@ -131,8 +131,8 @@ class TrainConfig:
     """Keep only what enters each layer of the draft and compute the rest again for the gradient:
     less memory, about a third more time in the draft."""
     devices: int | None = None
-    """Devices to train on, the rows of a batch over all of them. None: as many as there are, but
-    one CPU."""
+    """Devices to train on, the rows of a batch over all of them; of several processes together.
+    None: as many as there are, but one CPU of each process."""
     cut_target: bool | None = None
     """Cut the target's weights over the devices and put layers together as they are used. None:
     where they take more than half of a device's memory."""

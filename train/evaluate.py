@@ -90,10 +90,10 @@ def make_eval_step(
         specs = devices.target_specs(ends)
 
         def work(ends: dict, params: Any, batch: dict) -> dict[str, jax.Array]:
-            return score(gather(ends, specs), params, batch)
+            return gather(score(gather(ends, specs), params, batch), by_rows)
 
-        out_specs = dict.fromkeys(BY_FILL, BY_ROW_IN_EACH) | dict.fromkeys(MASKS, BY_ROW)
-        return devices.by_rows(work, (specs, WHOLE, BY_ROW), out_specs)(ends, params, batch)
+        by_rows = dict.fromkeys(BY_FILL, BY_ROW_IN_EACH) | dict.fromkeys(MASKS, BY_ROW)
+        return devices.by_rows(work, (specs, WHOLE, BY_ROW), WHOLE)(ends, params, batch)
 
     return eval_step
 

@@ -99,5 +99,6 @@ class Judge:
         if self._trial:
             number = position // self._config.eval_every
             if is_last or number % self._config.decode_every == 0:
-                figures["all"]["decode"] = self._trial(first_copy(params))
+                if self._devices.is_first:  # the others wait before the next update
+                    figures["all"]["decode"] = self._trial(first_copy(params))
         return figures

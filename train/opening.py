@@ -12,10 +12,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from spd_jax.checks import ConfigError
+from spd_jax.checks import ConfigError, from_fields
 from spd_jax.commandline import say
 from spd_jax.config import DraftConfig, refuse_v10
 from spd_jax.models.draft import check_grows, check_pair, check_row_types
+from spd_jax.processes import Processes
 from spd_jax.weights import LoadedTarget, load_draft_file
 from spd_jax.weights.files import one_line
 from train.checkpoint import checkpoint_numbers
@@ -106,6 +107,26 @@ def open_run(
         check_grows(target.config, draft, start[0])
     check_row_types(target.config, draft)
     write_record(workdir, config, draft, corpus.sha256)
+    return config, draft, start
+
+
+def open_together(
+    config: TrainConfig, target: LoadedTarget, corpus: Corpus, processes: Processes
+) -> tuple[TrainConfig, DraftConfig, tuple[DraftConfig, Any] | None]:
+    """As `open_run`, which the first process does; the others take its settings and draft.
+
+    Its folder needs no place on their disks, but the head to begin from does.
+    """
+    opened, start = None, None
+    if processes.is_first:
+        config, draft, start = open_run(config, target, corpus)
+        fields = dataclasses.asdict(draft)
+        opened = {"draft": fields, "from": config.start_from, "is_new": start is not None}
+    opened = processes.gather(opened)[0]
+    if not processes.is_first:
+        draft = from_fields(DraftConfig, opened["draft"], "process 0")
+        config = dataclasses.replace(config, start_from=opened["from"])
+        start = read_start(config, target) if opened["is_new"] else None
     return config, draft, start
 
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spd_jax.checks import ConfigError
+from spd_jax.processes import Processes
 from spd_jax.weights import LoadedTarget
 
 AXIS = "data"
@@ -38,13 +40,25 @@ class Devices:
         """How many there are."""
         return self.mesh.size
 
+    @property
+    def whole(self) -> NamedSharding:
+        """How an array lies that is whole on each of them."""
+        return NamedSharding(self.mesh, WHOLE)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the first of them is one of this process."""
+        return self.mesh.devices.flat[0].process_index == jax.process_index()
+
     def describe(self) -> str:
         """Returns one line: how many devices, of which kind, and what they hold of the target."""
         kind = self.mesh.devices.flat[0].device_kind
         if self.n == 1:
             return f"trains on one device ({kind})"
         share = "a part of the target" if self.cuts_target else "all of the target"
-        return f"trains on {self.n} devices ({kind}), each with {share}"
+        n_processes = len({device.process_index for device in self.mesh.devices.flat})
+        where = f" of {n_processes} processes" if n_processes > 1 else ""
+        return f"trains on {self.n} devices ({kind}){where}, each with {share}"
 
     def put_rows(self, arrays: Any) -> Any:
         """Places arrays [B, ...] by rows over the devices; rows of zeros make B even."""
@@ -57,7 +71,26 @@ class Devices:
 
     def put_whole(self, tree: Any) -> Any:
         """Returns a tree that is whole on every device."""
-        return jax.device_put(tree, NamedSharding(self.mesh, WHOLE))
+        if self.whole.is_fully_addressable:
+            return jax.device_put(tree, self.whole)
+
+        def put(leaf: Any) -> jax.Array:  # equal in all processes, which device_put would check
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                data = put(jax.random.key_data(leaf))
+                return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+            return _put(np.asarray(leaf), self.whole)
+
+        return jax.tree.map(put, tree)
+
+    def in_turn(self, tree: Any) -> Any:
+        """Returns what a program of all devices gives; of several processes' CPUs, when it is done.
+
+        Gloo tells messages apart by their order alone, so no two such programs may overlap there.
+        """
+        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        if is_cpu and not self.whole.is_fully_addressable:
+            jax.block_until_ready(tree)
+        return tree
 
     def place_target(self, target: LoadedTarget) -> Any:
         """Returns the target's parameters on the devices; each is on the host only on its way."""
@@ -91,26 +124,35 @@ class Devices:
         )
 
 
-def find_devices(n_devices: int | None, cut_target: bool | None, params: Any) -> Devices:
+def find_devices(
+    n_devices: int | None, cut_target: bool | None, params: Any, processes: Processes | None = None
+) -> Devices:
     """Returns the devices to train on.
 
     Args:
-      n_devices: None: all of them; of CPU devices, which share their cores, one.
+      n_devices: None: all of them; of CPU devices, which share their cores, one of each process.
       cut_target: None: where its `params` take more than half of a device's memory.
+      processes: which are to have an equal share of the devices; None: this one is alone.
     Raises:
       ConfigError: there are not as many.
     """
-    there = jax.devices()
-    wanted = n_devices or (1 if there[0].platform == "cpu" else len(there))
+    processes = processes or Processes()
+    there, n = jax.devices(), processes.n
+    wanted = n_devices or (n if there[0].platform == "cpu" else len(there))
     if wanted > len(there):
         raise ConfigError(f"devices must be at most {len(there)}, as there are, got {wanted}")
-    if jax.process_count() > 1:
+    by_process = [[d for d in there if d.process_index == i][: wanted // n] for i in range(n)]
+    if any(len(share) * n != wanted for share in by_process):
+        counts = ", ".join(str(len(share)) for share in by_process)
         raise ConfigError(
-            f"one process trains on all its devices; {jax.process_count()} are not supported yet"
+            f"devices must be as many in each of {n} processes, got {wanted} of which they would "
+            f"have {counts}; set devices to a multiple of {n} that all have"
         )
-    memory = (there[0].memory_stats() or {}).get("bytes_limit")
-    mesh = jax.make_mesh((wanted,), (AXIS,), (AxisType.Auto,), devices=there[:wanted])
-    return Devices(mesh, is_cut(cut_target, wanted, params, memory))
+    memory = (by_process[processes.index][0].memory_stats() or {}).get("bytes_limit")
+    cuts_target = any(processes.gather(is_cut(cut_target, wanted, params, memory)))
+    chosen = [device for share in by_process for device in share]
+    mesh = jax.make_mesh((wanted,), (AXIS,), (AxisType.Auto,), devices=chosen)
+    return Devices(mesh, cuts_target)
 
 
 def is_cut(cut_target: bool | None, n_devices: int, params: Any, memory: float | None) -> bool:
@@ -129,8 +171,9 @@ def is_cut(cut_target: bool | None, n_devices: int, params: Any, memory: float |
 
 
 def one_device() -> Devices:
-    """Returns the first device alone."""
-    return find_devices(1, False, {})
+    """Returns the first device of this process alone."""
+    mesh = jax.make_mesh((1,), (AXIS,), (AxisType.Auto,), devices=jax.local_devices()[:1])
+    return Devices(mesh)
 
 
 def first_copy(tree: Any) -> Any:

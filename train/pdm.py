@@ -2,6 +2,7 @@
 
     python -m train.pdm --config smollm2_n5 [--field value ...]
     python -m train.pdm --config qwen4b_n8 --dry-run     # what it needs, from shapes alone
+    python -m train.pdm ... --coordinator 10.0.0.1:7654 --num-processes 4 --process-id 2  # hosts
 
 target + rows -> draft -> updates -> workdir/{checkpoints,heads}/<n>, metrics.jsonl, tensorboard,
 best.json, run.json
@@ -27,28 +28,27 @@ from spd_jax.checks import ConfigError
 from spd_jax.commandline import run, say
 from spd_jax.config import DraftConfig
 from spd_jax.models.draft import grow_params, init_params
+from spd_jax.processes import Processes, joined
 from spd_jax.weights import LoadedTarget, load_target_files
 from spd_jax.weights.files import sole_writer
 from train.batches import training_batches
 from train.chats import ChatReader
-from train.checkpoint import restore_latest
-from train.config import MOST, TrainConfig, parse_config
+from train.checkpoint import restore_latest, snapshot, with_key
+from train.config import MOST, TrainConfig
 from train.data import Corpus, count_shared, last_answers, read_corpus
 from train.dry_run import DRY_RUN_FLAGS, DRY_RUN_HELP, dry_run, parse_dry_run
-from train.evaluate import describe_figures
 from train.judge import Judge
-from train.metrics import NAME as METRICS_NAME
-from train.metrics import MeanMetrics, MetricsFile
-from train.opening import check_workdir, open_run
+from train.launch import check_data, check_settings, parse_run
+from train.metrics import MeanMetrics
+from train.opening import check_workdir, open_together
 from train.optimizer import learning_rate, make_average, make_optimizer, read_average
 from train.parallel import Devices, find_devices
-from train.progress import TrainProgress
 from train.publish import save_run_head
-from train.saver import Judged, Saver
+from train.saver import Judged
 from train.step import TrainState, init_state, make_train_step
-from train.stop import StopRequest
+from train.stop import StopRequest, agreed_reason
 from train.teacher import StateCache, Teacher
-from train.tensorboard import EventFile
+from train.writer import Writer
 
 PROG = "python -m train.pdm"
 MAX_WEIGHTS_RMS = 1000.0  # weights begin below 1; such a draft comes back from there no more
@@ -69,6 +69,7 @@ class Run:
     corpus: Corpus
     heldout: Corpus | None
     stop: StopRequest
+    processes: Processes
 
     @property
     def workdir(self) -> Path:
@@ -82,17 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if any(flag in argv for flag in DRY_RUN_FLAGS):
         return dry_run(parse_dry_run(PROG, argv))
-    config = parse_config(PROG, argv, more=DRY_RUN_HELP)
-    with StopRequest(started, config.max_minutes) as stop:
-        return run_training(config, stop)
+    config, launch = parse_run(PROG, argv, DRY_RUN_HELP)
+    with StopRequest(started, config.max_minutes) as stop, joined(launch) as processes:
+        return run_training(config, stop, processes)
 
 
-def run_training(config: TrainConfig, stop: StopRequest) -> int:
+def run_training(config: TrainConfig, stop: StopRequest, processes: Processes) -> int:
     """Loads, trains until the last step or until asked to stop, and says what is there then.
 
-    Returns the exit code: 0 after the last step, else the stop's own.
+    Returns the exit code: 0 after the last step, else that of the stop, in whichever process.
     """
-    check_workdir(Path(config.workdir))
+    check_settings(config, processes)
+    if processes.is_first:
+        check_workdir(Path(config.workdir))
     say(f"loading {config.target} ...")
     target = load_target_files(config.target, config.dtype)
     corpus = read_data(config.train_data, config, target)
@@ -102,27 +105,31 @@ def run_training(config: TrainConfig, stop: StopRequest) -> int:
         n_shared = count_shared(heldout, corpus)
         if n_shared:
             say(f"note: {n_shared} of {len(heldout.rows)} held-out rows are trained on too")
-    if stop.reason:
-        say(f"stopping: {stop.reason}; nothing was changed")
-        return stop.exit_code
-    with sole_writer(Path(config.workdir) / ".lock"):
-        config, draft, start = open_run(config, target, corpus)
-        devices = find_devices(config.devices, config.cut_target, target.params)
+    check_data(target, corpus, heldout, processes)
+    if reason := agreed_reason(stop, processes):
+        say(f"stopping: {reason}; nothing was changed")
+        return max(processes.gather(stop.exit_code))
+    with contextlib.ExitStack() as stack:
+        if processes.is_first:
+            stack.enter_context(sole_writer(Path(config.workdir) / ".lock"))
+        config, draft, start = open_together(config, target, corpus, processes)
+        devices = find_devices(config.devices, config.cut_target, target.params, processes)
         say(devices.describe())
         params = devices.place_target(target)
-        this = Run(config, devices, target, params, draft, start, corpus, heldout, stop)
+        data = corpus, heldout
+        this = Run(config, devices, target, params, draft, start, *data, stop, processes)
         state, n_steps = train(this)
     position = state.position
     if position < n_steps:
         say(f"{position} of {n_steps} updates done; the same command goes on from there")
     if position:
         say(f"the head is {this.workdir / 'heads' / str(position)}")
-    return stop.exit_code if position < n_steps else 0
+    return max(processes.gather(stop.exit_code)) if position < n_steps else 0
 
 
 def train(this: Run) -> tuple[TrainState, int]:
     """Runs the training loop; returns the last state, which is saved, and the planned updates."""
-    config, stop = this.config, this.stop
+    config = this.config
     batches, n_epoch = batches_of(config, this.corpus)
     n_steps = planned_updates(config, n_epoch)
     schedule = learning_rate(config, n_steps)
@@ -136,43 +143,39 @@ def train(this: Run) -> tuple[TrainState, int]:
     update, judge = make_update(this, batches, optimizer, schedule, average), make_judge(this)
     window, n_skipped, judged = MeanMetrics(notes["window"]), notes["n_skipped"], notes["judged"]
 
-    with contextlib.ExitStack() as stack:
-        saver = stack.enter_context(Saver(config, position, functools.partial(write_head, this)))
-        logs = open_logs(this, position, stack)
-        progress = stack.enter_context(TrainProgress(n_steps, position))
-        stack.enter_context(jax.transfer_guard_host_to_device("disallow"))
+    writing = functools.partial(write_head, this), this.processes.is_first
+    with (
+        Writer(config, position, n_steps, *writing) as writer,
+        jax.transfer_guard_host_to_device("disallow"),
+    ):
 
         def save() -> None:
             kept = {"judged": judged, "window": window.so_far(), "n_skipped": n_skipped}
-            saver.save(state, result_params(config, state), kept)
+            writer.save(state, result_params(config, state), kept)
             window.restart_clock()
 
-        while position < n_steps and not stop.reason:
+        while not (reason := agreed_reason(this.stop, this.processes)) and position < n_steps:
             state, metrics, n_tokens = update(state, position)
             position += 1
             n_skipped = 0 if metrics["n_valid"] else n_skipped + 1
             check_step(metrics, position, n_skipped, saved)
-            saver.check()
+            writer.advance(position)
             window.add(metrics, n_tokens)
-            progress.advance(position)
             is_last = position == n_steps
             if position % config.log_every == 0 or is_last:
-                record = {"step": position, **window.take(), "lr": float(metrics["lr"])}
-                write_all(logs, record)
-                progress.show(record)
+                writer.log({"step": position, **window.take(), "lr": float(metrics["lr"])})
             is_judged = judge is not None and (position % config.eval_every == 0 or is_last)
             if is_judged:
                 figures = judge(result_params(config, state), position, is_last)
                 judged = position, figures
-                write_all(logs, {"step": position, "heldout": figures})
-                progress.say(f"held out at {position}  {describe_figures(figures)}")
+                writer.log_heldout(position, figures)
                 window.restart_clock()
             may_be_best = is_judged and config.keep_best > 0
             if position % config.save_every == 0 or is_last or may_be_best:
                 save()
                 saved = position
         if position < n_steps:
-            progress.say(f"stopping: {stop.reason}")
+            writer.say(f"stopping: {reason}")
         if position > saved:
             save()
     return state, n_steps
@@ -231,39 +234,28 @@ def planned_updates(config: TrainConfig, n_epoch: int) -> int:
     return n_steps
 
 
-def open_logs(
-    this: Run, position: int, stack: contextlib.ExitStack
-) -> list[MetricsFile | EventFile]:
-    """Opens what the figures go to, for a run that goes on at `position`."""
-    logs = [stack.enter_context(MetricsFile(this.workdir / METRICS_NAME, position))]
-    if this.config.tensorboard:
-        logs.append(stack.enter_context(EventFile(this.workdir / "tensorboard", position)))
-    return logs
-
-
-def write_all(logs: Sequence[MetricsFile | EventFile], record: dict[str, Any]) -> None:
-    """Writes a record to each log."""
-    for log in logs:
-        log.write(record)
-
-
 def starting_state(
     this: Run, optimizer: optax.GradientTransformation, average: optax.GradientTransformation | None
 ) -> tuple[TrainState, dict[str, Any]]:
     """Returns the state and the notes of the last checkpoint, else those of a new run."""
-    config, checkpoints = this.config, this.workdir / "checkpoints"
+    config, processes = this.config, this.processes
     init_key, train_key = jax.random.split(jax.random.key(config.seed))
     # Compiled as one: its hundreds of small programs would stay in memory.
     init = functools.partial(
         init_params, this.target.config, this.draft, copy=config.init == "target"
     )
-    params = jax.jit(init)(this.target_params, init_key)
+    params = jax.jit(init, out_shardings=this.devices.whole)(this.target_params, init_key)
     if this.start is not None:
         params = grow_params(
             this.target.config, this.draft, params, this.target_params, *this.start
         )
     state = init_state(params, optimizer, train_key, average)
-    state, notes = restore_latest(checkpoints, state) or (state, FRESH)
+    notes: dict[str, Any] = FRESH
+    if processes.is_first:  # no other needs to see its disk
+        state, notes = restore_latest(this.workdir / "checkpoints", state) or (state, FRESH)
+    notes = processes.gather(notes)[0]
+    if processes.n > 1:
+        state = with_key(processes.broadcast(snapshot(state)), state.key)
     return this.devices.put_whole(state), notes
 
 

@@ -120,6 +120,7 @@ class TrainStep:
     gradients: Callable[..., Sums]  # (state, number within the update, target's ends, batch)
     add: Callable[[Sums, Sums], Sums]  # the first is donated
     update: Callable[[TrainState, Sums], tuple[TrainState, dict]]  # the state is donated
+    devices: Devices
 
     def __call__(
         self, state: TrainState, target_params: Any, batches: dict | Iterable[dict]
@@ -138,7 +139,7 @@ class TrainStep:
         total, ends = None, target_ends(target_params)
         for j, batch in enumerate([batches] if isinstance(batches, dict) else batches):
             number = jax.device_put(np.int32(j))  # said aloud: a run forbids silent transfers
-            sums = self.gradients(state, number, ends, batch)
+            sums = self.devices.in_turn(self.gradients(state, number, ends, batch))
             total = sums if total is None else self.add(total, sums)
         return self.update(state, total)
 
@@ -168,10 +169,12 @@ def make_train_step(
         jax.value_and_grad(functools.partial(loss, fill=fill), has_aux=True)
         for fill in range(1, draft.n_stages + 1)
     ]
+    devices = devices or one_device()
     return TrainStep(
-        _make_gradients(at_fill, expected_alpha, devices or one_device()),
+        _make_gradients(at_fill, expected_alpha, devices),
         jax.jit(lambda total, sums: jax.tree.map(jnp.add, total, sums), donate_argnums=0),
         _make_update(optimizer, schedule, average),
+        devices,
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import time
 from types import FrameType
 
-from spd_jax.commandline import EXIT_INTERRUPTED
+from spd_jax.commandline import EXIT_INTERRUPTED, leave
+from spd_jax.processes import Processes
 
 
 class StopRequest:
@@ -34,9 +33,7 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None and number == signal.SIGINT:
-            show_cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""  # the bar has hidden it
-            os.write(2, show_cursor + b"stopped at once; what is saved is whole\n")
-            os._exit(EXIT_INTERRUPTED)
+            leave("stopped at once; what is saved is whole", EXIT_INTERRUPTED)
         self._signal = signal.Signals(number).name
 
     @property
@@ -52,3 +49,11 @@ class StopRequest:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return "max_minutes"
         return None
+
+
+def agreed_reason(stop: StopRequest, processes: Processes) -> str | None:
+    """Returns why all processes should stop now: the reason of the first that has one."""
+    for index, reason in enumerate(processes.gather(stop.reason)):
+        if reason:
+            return reason if processes.n == 1 else f"{reason} in process {index}"
+    return None
