@@ -43,37 +43,43 @@ def padded_to_bucket(ids: Sequence[int], max_context: int) -> np.ndarray:
 
 
 def deciding_margin(
-    target: Any, ids: Sequence[int], sampling: SamplingConfig, seed: int = 0
+    target: Any,
+    ids: Sequence[int],
+    chosen: int,
+    other: int,
+    sampling: SamplingConfig,
+    seed: int = 0,
 ) -> float:
-    """Returns by how much the id after `ids` was decided, by `generate` with these settings.
+    """Returns by how much `chosen` was to be preferred to `other` as the id after `ids`.
 
-    Greedy: the lead of the best logit over the second. Sampled: the least of that lead with
-    temperature and noise, and of what separates kept from dropped ids: in logits over the
-    temperature for top-k, in probability for top-p.
+    That is what rounding would have to move for the other choice: the lead of its logit; where
+    sampled, that with temperature and noise, or what keeps the one or leaves out the other (of
+    top-k in logits over the temperature, of top-p in probability).
     """
     logits = spd_jax.target_logits(target, padded_to_bucket(ids, target.config.max_context))
     scores = np.asarray(logits[len(ids) - 1], np.float64)
     if sampling.temperature == 0:
-        return _lead(scores)
+        return float(scores[chosen] - scores[other])
     scores = scores / sampling.temperature
-    order, margins, kept = np.argsort(-scores, kind="stable"), [], np.ones(len(scores), bool)
+    key, both = prompt_keys([seed]), jnp.array([chosen, other])
+    noise = np.asarray(gumbel(key, COUPLED, jnp.array([len(ids)]), both))[0]
+    lead = float(scores[chosen] + noise[0] - scores[other] - noise[1])
+    edges = _edges(scores, sampling)
+    # `other` must be kept after all, and either lead or be alone.
+    return max(-edges[other], min(lead, edges[chosen]))
+
+
+def _edges(scores: np.ndarray, sampling: SamplingConfig) -> np.ndarray:
+    """How far each id is inside what is kept [V]; negative where it is left out."""
+    order, edges = np.argsort(-scores, kind="stable"), np.full(len(scores), np.inf)
     if 0 < sampling.top_k < len(scores):
-        edge = scores[order[sampling.top_k - 1]]
-        kept = scores >= edge
-        margins += [edge - scores[~kept].max()] if not kept.all() else []
+        kth, next_best = scores[order[sampling.top_k - 1]], scores[order[sampling.top_k]]
+        edges = np.where(scores >= kth, scores - next_best, scores - kth)
     if sampling.top_p < 1:
-        p = np.where(kept, np.exp(scores - scores.max()), 0)
+        p = np.where(edges >= 0, np.exp(scores - scores.max()), 0)
         before = np.concatenate([[0], np.cumsum(p[order])[:-1]]) / p.sum()
-        margins.append(np.abs(before - sampling.top_p).min())
-        kept[order[before >= sampling.top_p]] = False
-    key, all_ids = prompt_keys([seed]), jnp.arange(len(scores))
-    noise = np.asarray(gumbel(key, COUPLED, jnp.array([len(ids)]), all_ids))[0]
-    return float(min([_lead(np.where(kept, scores + noise, -np.inf)), *margins]))
-
-
-def _lead(scores: np.ndarray) -> float:
-    second, best = np.sort(scores)[-2:]
-    return float(best - second)
+        edges[order] = np.minimum(edges[order], sampling.top_p - before)
+    return edges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,4 +125,5 @@ def compare_tokens(
         return Agreement(position, None)
     margin = ROUNDING_MARGINS[str(target.params["embed"]["weight"].dtype)]
     before = [*prompt, *reference[:position]]
-    return Agreement(position, deciding_margin(target, before, sampling, seed), margin)
+    pair = reference[position], tokens[position]
+    return Agreement(position, deciding_margin(target, before, *pair, sampling, seed), margin)

@@ -28,7 +28,7 @@ class Sample:
     tau: float | None
     expected: float | None = None  # of rejection sampling: sum of sum(min(p, q)) over `verified`
     identical: bool | None = None  # to autoregressive decoding
-    gap: float | None = None  # where not: the target's top-2 gap at the first difference
+    gap: float | None = None  # where not: by how much the first different token was decided
     is_rounding: bool | None = None  # where not: that gap is within the rounding margin
     bf16_matched: int | None = None  # leading tokens that bfloat16 shares with float32
     bf16_total: int | None = None  # float32 tokens

@@ -18,6 +18,7 @@ import tyro
 
 from spd_jax.cachedir import cache_directory
 from spd_jax.checks import ConfigError
+from spd_jax.program import keep_on_disk
 
 Flags = TypeVar("Flags")
 
@@ -45,7 +46,8 @@ def leave(line: str, code: int) -> NoReturn:
 
     An exception in the midst of XLA or Orbax is lost or hangs.
     """
-    _LEAVING.acquire()  # and never released
+    if not _LEAVING.acquire(timeout=1):  # never released; a signal may have come within this
+        os._exit(code)
     show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # a live bar has hidden it
     os.write(2, f"{show_cursor}{line}\n".encode(errors="backslashreplace"))
     os._exit(code)
@@ -103,8 +105,6 @@ def _unboxed(text: str) -> str:
 
 def _keep_programs() -> None:
     """Keeps what a main compiles in the cache folder, or says why not."""
-    from spd_jax.program import keep_on_disk  # here: flags are refused before jax is there
-
     folder = cache_directory() / "programs"
     try:
         keep_on_disk(folder)

@@ -94,12 +94,14 @@ class Processes:
         if self.n == 1:
             return [value]
         if not self.is_first:
-            self._wires[0].send("value", value)
+            with contextlib.suppress(OSError):  # the listener says who has gone, and ends this
+                self._wires[0].send("value", value)
             return self._wires[0].receive()
         value = json.loads(json.dumps(value))  # as the others get it: a tuple is a list
         values = [value, *(self._wires[i].receive() for i in range(1, self.n))]
         for wire in self._wires.values():
-            wire.send("value", values)
+            with contextlib.suppress(OSError):
+                wire.send("value", values)
         return values
 
     def agree(self, what: dict[str, Any]) -> None:
@@ -232,10 +234,15 @@ def _meet(launch: Launch, local_ids: list[int] | None) -> Processes:
     deadline = time.monotonic() + timeout
     if index == 0:
         wires = _await_others(port, n, deadline, timeout)
-        with socket.create_server(("", 0)) as free:
+        with _listen(0, 1) as free:
             jax_port = free.getsockname()[1]
-        for wire in wires.values():
-            wire.send("welcome", jax_port)
+        for other, wire in wires.items():
+            try:
+                wire.send("welcome", jax_port)
+            except OSError as error:
+                reason = f"process {other} has gone ({error.strerror})"
+                _refuse(wires.values(), reason)
+                raise ConfigError(f"{reason}; {AGAIN}") from None
     else:
         wire, jax_port = _reach_first(host, port, index, n, deadline, timeout)
         wires = {0: wire}
@@ -262,11 +269,18 @@ def _meet(launch: Launch, local_ids: list[int] | None) -> Processes:
     return processes
 
 
+def _listen(port: int, backlog: int) -> socket.socket:
+    """Returns a server at a port of every address, of IPv6 too where there is such."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=backlog)
+
+
 def _await_others(port: int, n: int, deadline: float, timeout: float) -> dict[int, Wire]:
     """Returns the wires to all others; each begins with its index and the number it expects."""
     wires: dict[int, Wire] = {}
     try:
-        server = socket.create_server(("", port), backlog=n)
+        server = _listen(port, n)
     except OSError as error:
         raise ConfigError(
             f"coordinator: port {port} cannot be used here ({error.strerror}); name a free one, "

@@ -159,8 +159,14 @@ def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
 
 
 def prompt_keys(seeds: Sequence[int]) -> jax.Array:
-    """Returns the typed keys [B] of sequences with these seeds."""
-    return jnp.stack([jax.random.key(int(s), impl="threefry2x32") for s in seeds])
+    """Returns the typed keys [B] of sequences with these 64-bit seeds."""
+
+    def key(seed: int) -> jax.Array:
+        high, low = divmod(int(seed) % 2**64, 2**32)
+        key = jax.random.key(np.uint32(low), impl="threefry2x32")  # it takes 32 bits
+        return jax.random.fold_in(key, np.uint32(high)) if high else key
+
+    return jnp.stack([key(seed) for seed in seeds])
 
 
 def check_batch(target: Target, draft: Draft, batch: dict[str, jax.Array]) -> None:

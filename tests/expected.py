@@ -51,7 +51,8 @@ class Comparison:
         parting = next((i for i, (a, b) in pairs if a != b), None)
         gap = np.inf
         if parting is not None:
-            gap = deciding_margin(target, prompt + want[:parting], sampling, seed)
+            pair = want[parting], got[parting]
+            gap = deciding_margin(target, prompt + want[:parting], *pair, sampling, seed)
         self.gaps.append(gap)
         return gap
 

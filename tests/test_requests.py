@@ -9,7 +9,7 @@ import pytest
 
 import spd_jax
 from spd_jax.checks import ConfigError
-from spd_jax.requests import make_request
+from spd_jax.requests import make_request, prompt_keys
 from tests.random_models import full_config, make_draft, make_target
 
 
@@ -62,6 +62,14 @@ BAD = {
     "a seed of 65 bits": ({"prompt": [1], "seed": 2**64}, "64-bit integers"),
     "a float seed": ({"prompt": [1], "seed": 1.5}, "one integer or 1"),
 }
+
+
+def test_seeds_of_64_bits_have_keys_of_their_own():
+    seeds = [0, 1, -1, 2**32 - 1, 2**32, 2**40, -(2**63), 2**63 - 1]
+    keys = np.asarray(jax.random.key_data(prompt_keys(seeds)))
+    assert len(np.unique(keys, axis=0)) == len(seeds)
+    plain = jax.random.key_data(jax.random.key(1, impl="threefry2x32"))
+    np.testing.assert_array_equal(keys[1], plain)
 
 
 @pytest.mark.parametrize(("given", "expected"), BAD.values(), ids=BAD)

@@ -117,28 +117,30 @@ def find_cut(found: Survey, method: Method, knobs: Knobs) -> tuple[Cut, jax.Arra
     Args:
       found: with a leading axis of shards.
     Returns:
-      The cut, and bool []: True where shards may have ids within it that they did not send.
+      The cut, and bool [B]: True where ids that a shard did not send may decide on it.
     """
     top = jnp.max(found.top, axis=0)
     total = jnp.sum(found.total * jnp.exp((found.top - top) / knobs.temperature), axis=0)
     if not method.n_candidates:
         low = jnp.full_like(top, -jnp.inf)
         cut = Cut(low, jnp.zeros_like(top, jnp.int32), top, jnp.log(total))
-        return cut, jnp.zeros((), bool)
+        return cut, jnp.zeros(top.shape, bool)
     values, ids = (jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1) for x in (found.values, found.ids))
     falling, ids = lax.sort((-values, ids), num_keys=2)
     values = -falling
-    is_kept = values > -jnp.inf
+    is_kept, last_sent = values > -jnp.inf, jnp.max(found.values[..., -1], axis=0)
     if method.has_top_k:
         kth = jnp.clip(knobs.top_k, 1, values.shape[1]) - 1
-        is_kept &= values >= lax.dynamic_slice_in_dim(values, kth, 1, axis=1)
+        kth = lax.dynamic_slice_in_dim(values, kth, 1, axis=1)
+        is_kept &= values >= kth
         total = _total(jnp.where(is_kept, values, -jnp.inf), top, knobs)
     before = jnp.cumsum(_weights(values, top, knobs) / total[:, None], axis=1)[:, :-1]
     is_kept &= jnp.pad(before, ((0, 0), (1, 0))) < knobs.top_p
     end = jnp.sum(is_kept, axis=1, keepdims=True) - 1
     value, last = (jnp.take_along_axis(x, end, axis=1)[:, 0] for x in (values, ids))
     total = _total(jnp.where(is_kept, values, -jnp.inf), top, knobs)
-    return Cut(value, last, top, jnp.log(total)), jnp.any(found.values[..., -1] >= value)
+    least = kth[:, 0] if method.has_top_k else value  # all ids from here on must be known
+    return Cut(value, last, top, jnp.log(total)), last_sent >= least
 
 
 def _weights(logits: jax.Array, top: jax.Array, knobs: Knobs) -> jax.Array:
@@ -155,6 +157,7 @@ def find_cuts(
     method: Method,
     knobs: Knobs,
     gather: Callable[[jax.Array], jax.Array],
+    needed: Sequence[jax.Array | None] | None = None,
     notes: jax.Array | None = None,
 ) -> tuple[list[Cut], jax.Array | None]:
     """Finds the cuts of several distributions in one exchange between the shards.
@@ -165,6 +168,7 @@ def find_cuts(
     Args:
       heads: of each distribution this shard's logits and ids, as for `survey`.
       gather: joins an int32 [B, w] of each shard into [shards, B, w].
+      needed: bool [B] of each distribution, the rows whose cut is of use; None: all.
       notes: float32 [B, k], to be exchanged too.
 
     Returns:
@@ -176,18 +180,26 @@ def find_cuts(
         gathered = gather_packed(tree, gather)
         return gathered[0], None if notes is None else jnp.sum(gathered[1], axis=0)
 
-    def cuts_of(found: list[Survey]) -> tuple[list[Cut], jax.Array]:
-        cuts, missed = zip(*(find_cut(one, method, knobs) for one in found), strict=True)
-        is_part = [len(ids) > one.ids.shape[-1] for one, (_, ids) in zip(found, heads, strict=True)]
-        missed = [m for m, part in zip(missed, is_part, strict=True) if part]
-        return list(cuts), functools.reduce(jnp.logical_or, missed, jnp.zeros((), bool))
-
     found, notes = exchange(method.n_candidates, notes)
-    cuts, missed = cuts_of(found)
+    cuts, missed = zip(*(find_cut(one, method, knobs) for one in found), strict=True)
     most = max(len(ids) for _, ids in heads)
-    if 0 < method.n_candidates < most:
-        cuts = lax.cond(missed, lambda: cuts_of(exchange(most, None)[0])[0], lambda: cuts)
-    return cuts, notes
+    if not 0 < method.n_candidates < most:
+        return list(cuts), notes
+    if needed is not None:
+        missed = [m & rows for m, rows in zip(missed, needed, strict=True)]
+    sent = [one.ids.shape[-1] == len(ids) for one, (_, ids) in zip(found, heads, strict=True)]
+    missed = [m & (not all_sent) for m, all_sent in zip(missed, sent, strict=True)]
+
+    def exact() -> list[Cut]:
+        whole = [find_cut(one, method, knobs)[0] for one in exchange(most, None)[0]]
+        # A row that missed nothing keeps its cut, to the last bit: neighbours do not enter it.
+        return [
+            Cut(*(jnp.where(m, new, old) for new, old in zip(better, cut, strict=True)))
+            for m, better, cut in zip(missed, whole, cuts, strict=True)
+        ]
+
+    any_missed = functools.reduce(jnp.logical_or, map(jnp.any, missed))
+    return lax.cond(any_missed, exact, lambda: list(cuts)), notes
 
 
 def gather_packed(tree: Any, gather: Callable[[jax.Array], jax.Array]) -> Any:

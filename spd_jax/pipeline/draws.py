@@ -40,7 +40,8 @@ def first_tokens(
     """
     rows, ids = heads.target_rows()
     head = logits(heads, hidden, rows, ids), ids
-    (draw,) = _noisy(comm, inputs, [(head, inputs.prompt_lens)])
+    everywhere = jnp.ones(len(hidden), bool)
+    (draw,) = _noisy(comm, inputs, [(head, inputs.prompt_lens, everywhere)])
     first, rows = choose(comm, pick(heads, comm, draw(), ids)[None], hidden.dtype)
     return first[0], rows[0]
 
@@ -72,10 +73,11 @@ def name_tokens(
     if method.verifier == "rejection":
         there = _id_at(state, checked - inputs.prompt_lens)
         draws, accepted, proposals = _rejection(
-            comm, heads, state.proposals, inputs, (target, checked), (draft, new), there, full
+            comm, heads, state, inputs, (target, checked), (draft, new), there, full
         )
+        any_full = jnp.any(full & ~accepted)  # nothing is drawn in place of what is accepted
     else:
-        draws = _noisy(comm, inputs, [(target, checked), (draft, new)])
+        draws = _noisy(comm, inputs, [(target, checked, full), (draft, new, running)])
     packed = [
         _pick_if(active, comm, heads, draw, ids)
         for active, draw, (_, ids) in zip(
@@ -97,14 +99,20 @@ def empty_proposals(spec: EngineSpec, comm: Comm, heads: Heads, inputs: Inputs) 
     return Proposals(comm.zeros(shape, jnp.float32), comm.zeros((n_batch,), jnp.float32))
 
 
-def _noisy(comm: Comm, inputs: Inputs, drawn: list[tuple[Head, jax.Array]]) -> list[Draw]:
-    """Draws of heads at positions [B], greedy or with the noise that target and draft share."""
+def _noisy(
+    comm: Comm, inputs: Inputs, drawn: list[tuple[Head, jax.Array, jax.Array]]
+) -> list[Draw]:
+    """Draws of heads, greedy or with the noise that target and draft share.
+
+    Args:
+      drawn: heads, the positions [B] they name tokens for, and bool [B], where these are of use.
+    """
     method = inputs.method
-    heads = [head for head, _ in drawn]
+    heads, positions, needed = map(list, zip(*drawn, strict=True))
     if method == GREEDY:
         return [lambda found=found: found for found, _ in heads]
     if method.n_candidates:
-        cuts, _ = sampling.find_cuts(heads, method, inputs.knobs, comm.gather_shards)
+        cuts, _ = sampling.find_cuts(heads, method, inputs.knobs, comm.gather_shards, needed)
         pairs = zip(heads, cuts, strict=True)
         heads = [(sampling.keep(found, ids, cut), ids) for (found, ids), cut in pairs]
 
@@ -113,16 +121,13 @@ def _noisy(comm: Comm, inputs: Inputs, drawn: list[tuple[Head, jax.Array]]) -> l
         keys, knobs = inputs.keys, inputs.knobs
         return sampling.noisy(found, keys, sampling.COUPLED, positions, ids, knobs)
 
-    return [
-        functools.partial(draw, head, positions)
-        for head, (_, positions) in zip(heads, drawn, strict=True)
-    ]
+    return [functools.partial(draw, head, at) for head, at in zip(heads, positions, strict=True)]
 
 
 def _rejection(
     comm: Comm,
     heads: Heads,
-    proposals: Proposals,
+    state: PipelineState,
     inputs: Inputs,
     target_at: tuple[Head, jax.Array],
     draft_at: tuple[Head, jax.Array],
@@ -139,7 +144,8 @@ def _rejection(
     """
     (target, checked), (draft, new) = target_at, draft_at
     (p_logits, p_ids), (q_logits, q_ids) = target, draft
-    knobs, n_slots = inputs.knobs, proposals.log_q.shape[1]
+    proposals, knobs = state.proposals, inputs.knobs
+    n_slots = proposals.log_q.shape[1]
     slot = jnp.mod(checked, n_slots)[:, None, None]
     log_q = jnp.take_along_axis(proposals.log_q, slot, axis=1)[:, 0]
 
@@ -148,17 +154,25 @@ def _rejection(
 
     notes = jnp.stack([of_draft(p_logits, p_ids), of_draft(log_q, q_ids)], axis=1)
     (p_cut, q_cut), notes = sampling.find_cuts(
-        [target, draft], inputs.method, knobs, comm.gather_shards, notes
+        [target, draft], inputs.method, knobs, comm.gather_shards, [full, ~state.done], notes
     )
     log_p = sampling.log_probabilities(notes[:, :1], there[:, None], p_cut, knobs)[:, 0]
     u = sampling.uniform(inputs.keys, sampling.ACCEPT, checked)
     accepted = u * jnp.exp(notes[:, 1]) < jnp.exp(log_p)
 
-    log_p = sampling.log_probabilities(p_logits, p_ids, p_cut, knobs)
-    q = jnp.exp(log_q)
-    if heads.draft_ids is not None:  # else it lies as the target's
-        q = jnp.zeros_like(log_p).at[:, q_ids // comm.n_shards].add(jnp.where(q_ids >= 0, q, 0))
-    overlap = jnp.sum(jnp.minimum(jnp.exp(log_p), q), axis=1)
+    def both() -> tuple[jax.Array, jax.Array]:
+        """Log p and q of the target's ids."""
+        log_p = sampling.log_probabilities(p_logits, p_ids, p_cut, knobs)
+        q = jnp.exp(log_q)
+        if heads.draft_ids is not None:  # else it lies as the target's
+            q = jnp.where(q_ids >= 0, q, 0)
+            q = jnp.zeros_like(log_p).at[:, q_ids // comm.n_shards].add(q)
+        return log_p, q
+
+    def overlap() -> jax.Array:
+        log_p, q = both()
+        return jnp.where(full, jnp.sum(jnp.minimum(jnp.exp(log_p), q), axis=1), 0)
+
     fresh = sampling.log_probabilities(q_logits, q_ids, q_cut, knobs)
     written = write_each(
         {"log_q": proposals.log_q}, {"log_q": fresh[:, None]}, jnp.mod(new, n_slots), {"log_q": 1}
@@ -166,12 +180,13 @@ def _rejection(
 
     def replacement() -> jax.Array:
         noise = sampling.gumbel(inputs.keys, sampling.RESIDUAL, checked, p_ids)
-        return sampling.residual_scores(log_p, q) + noise
+        return sampling.residual_scores(*both()) + noise
 
     def proposal() -> jax.Array:
         return fresh + sampling.gumbel(inputs.keys, sampling.DRAFT, new, q_ids)
 
-    total = proposals.overlap + jnp.where(full, overlap, 0)
+    none = comm.zeros(full.shape, jnp.float32)
+    total = proposals.overlap + lax.cond(jnp.any(full), overlap, lambda: none)
     return [replacement, proposal], accepted, Proposals(written["log_q"], total)
 
 

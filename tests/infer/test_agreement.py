@@ -9,6 +9,9 @@ import pytest
 import spd_jax
 from infer import agreement
 from infer.agreement import Agreement, compare_tokens, first_difference, padded_to_bucket
+from spd_jax.config import SamplingConfig
+from spd_jax.ops.sampling import COUPLED, gumbel
+from spd_jax.requests import prompt_keys
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,32 @@ def test_equal_tokens_are_identical():
     assert found == Agreement(None, None)
     assert found.identical
     assert not found.is_rounding
+
+
+def test_a_wrong_token_beside_the_edge_of_top_p_is_not_rounding(monkeypatch):
+    """Hundreds of ids lie within 1e-3 of the edge; only one of them may be taken for another."""
+    logits = np.linspace(5, 0, 2000).astype(np.float32)
+    monkeypatch.setattr(
+        spd_jax, "target_logits", lambda target, ids: np.tile(logits, (len(ids), 1))
+    )
+    target = SimpleNamespace(config=SimpleNamespace(max_context=64))
+    sampling = SamplingConfig(1.0, top_p=0.9)
+    p = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    before = np.cumsum(p) - p
+    edge = int(np.flatnonzero(before < 0.9)[-1])
+    assert np.sum(np.abs(before - 0.9) < 1e-3) > 3
+
+    def margin(chosen, other, sampling=sampling):
+        return agreement.deciding_margin(target, [1, 2], chosen, other, sampling, seed=4)
+
+    scores = (
+        logits + np.asarray(gumbel(prompt_keys([4]), COUPLED, jnp.array([2]), jnp.arange(2000)))[0]
+    )
+    best, second = np.argsort(-np.where(before < 0.9, scores, -np.inf))[:2]
+    assert margin(best, second) == pytest.approx(scores[best] - scores[second], abs=1e-3)
+    assert margin(best, edge) > 1e-2  # kept for sure, and far behind
+    assert margin(best, 1999) >= before[1999] - 0.9 - 1e-6  # left out for sure
+    outside = int(np.argmax(np.where(before > 0.95, scores, -np.inf)))
+    assert margin(best, outside) > 0.04
+    top_k = SamplingConfig(1.0, top_k=10)
+    assert margin(0, 1500, top_k) >= logits[9] - logits[1500] - 1e-3

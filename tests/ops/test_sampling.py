@@ -148,6 +148,49 @@ def test_ties_that_a_shard_does_not_send_are_found():
         assert got[0].all() and np.flatnonzero(got[1]).tolist() == [297, 298, 299]
 
 
+def test_ids_that_were_not_sent_count_in_the_normaliser_of_top_p():
+    """All but one id are tied at the k-th value: with all of them two ids stay, not one."""
+    logits = np.zeros((1, 300), np.float32)
+    logits[0, 5] = 1.0
+    sampling = SamplingConfig(1.0, top_k=3, top_p=0.0095)
+    for n_shards in (1, 2):
+        got = sharded_log_probabilities(logits, sampling, n_shards)[0]
+        assert np.flatnonzero(got > -np.inf).tolist() == [0, 5]
+        np.testing.assert_allclose(np.exp(got), warp(logits[0], sampling), atol=2e-6)
+
+
+def test_all_ids_are_sent_only_where_a_row_needs_it():
+    """And the rows that do not need it keep their cut to the last bit."""
+    rng, sent = np.random.default_rng(3), []
+    logits = rng.standard_normal((3, 1000)).astype(np.float32)
+    logits[1:] = 0  # nothing but ties
+    method, knobs = plan(SamplingConfig(1.0, top_p=0.6), 1000)
+    ids = jnp.arange(1000, dtype=jnp.int32)
+
+    def gather(part):
+        jax.debug.callback(lambda: sent.append(part.shape[1]))
+        return part[None]
+
+    @jax.jit
+    def cut(logits, needed):
+        return ops.find_cuts([(logits, ids)], method, knobs, gather, [needed])[0][0]
+
+    def run(*rows):
+        sent.clear()
+        found = jax.block_until_ready(cut(logits, jnp.array(rows)))
+        jax.effects_barrier()
+        return found, len(sent)
+
+    few, n_few = run(True, False, False)
+    all_rows, n_all = run(True, True, False)
+    assert (n_few, n_all) == (1, 2)
+    for a, b in zip(few, all_rows, strict=True):
+        np.testing.assert_array_equal(a[0], b[0])
+    assert int(all_rows.last[1]) == 599 and float(all_rows.log_total[1]) == pytest.approx(
+        np.log(600)
+    )
+
+
 def test_values_change_no_method_but_powers_of_two_of_top_k_do():
     methods = [
         plan(SamplingConfig(t, k, p), 50000)[0]

@@ -1,4 +1,4 @@
-"""Sampled tokens have the target's own distribution: cells of `tests.distribution`, and wrong ones."""
+"""Sampled tokens have the target's own distribution; samplers that are wrong are found."""
 
 import dataclasses
 
@@ -34,6 +34,23 @@ def test_tokens_have_the_targets_distribution(cell):
         assert abs(outcome.alpha - outcome.expected_alpha) < 4 * spread, outcome
 
 
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("rejection", 2, "sharded", "random", True, 3),
+        Cell("rejection", 2, "virtual", "random", False, 2),
+    ],
+    ids=str,
+)
+def test_cuts_that_need_a_second_exchange_keep_the_distribution(cell, monkeypatch):
+    """Shards send so few ids that they have to send them all most of the time."""
+    monkeypatch.setattr(ops, "CANDIDATES", 1)
+    monkeypatch.setattr(ops, "TOP_P_CANDIDATES", 1)
+    _forget_programs(monkeypatch)
+    outcome = check(cell, 20_000)
+    assert min(outcome.p_values.values()) > LEAST_P, outcome
+
+
 def test_a_wrong_sampler_is_found(monkeypatch):
     """The replacement of a rejected draft is drawn from p, not from what q leaves of it."""
     cell = Cell("rejection", 2, "virtual", "random", False)
@@ -44,7 +61,7 @@ def test_a_wrong_sampler_is_found(monkeypatch):
     assert outcome.p_values["first and second"] < 1e-10
 
 
-def test_another_temperature_is_found(monkeypatch):
+def test_another_temperature_is_found():
     cell = Cell("coupled", 2, "virtual", "perfect", True, 1)
     tokens, _ = distribution.draw(cell, 20_000)
     warmer = dataclasses.replace(cell.sampling, temperature=1.0)

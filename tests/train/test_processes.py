@@ -137,7 +137,7 @@ def test_a_stop_of_one_stops_all_and_a_kill_of_one_ends_all(rows, tmp_path):
     with Group(rows, workdir, 2, *LONG) as group:
         group.wait_for_updates()
         group.members[1].send_signal(signal.SIGTERM)
-        assert group.codes() == [0, 0], group.said(0)
+        assert group.codes() == [143, 143], group.said(0)
     assert "stopping: SIGTERM in process 1" in group.said(0)
     (saved,) = checkpoint_numbers(workdir / "checkpoints")
 
