@@ -36,12 +36,12 @@ class EvaluateFlags(SamplingFlags):
 
     alpha: accepted / verified drafts of decoding, greedy unless --temperature is given; every new
     token but the first is one verified draft. Expected alpha, of the rejection verifier: the mean
-    of sum(min(p, q)) over the same drafts. Lookup: what a 2-gram lookup in prompt and
-    text would have got right at the same positions. tau: stages x tokens / cycles. Sampled rows: text drawn from the target at
-    --sampled-temperature; the share of its tokens (but the first) that the draft's best guess
-    names, fed the true text, averaged over fills 1..N; lookup is scored on the same tokens.
-    bfloat16 match: tokens before the first difference between greedy decoding in bfloat16 and in
-    float32, over all float32 tokens.
+    of sum(min(p, q)) over the same drafts. Lookup: what a 2-gram lookup in prompt and text would
+    have got right at the same positions. tau: stages x tokens / cycles. Sampled rows: text drawn
+    from the target at --sampled-temperature; the share of its tokens (but the first) that the
+    draft's best guess names, fed the true text, averaged over fills 1..N; lookup is scored on the
+    same tokens. bfloat16 match: tokens before the first difference between greedy decoding in
+    bfloat16 and in float32, over all float32 tokens.
     """
 
     prompts: tuple[str, ...]
