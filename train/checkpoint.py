@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import json
 import logging
 import shutil
@@ -133,8 +134,16 @@ def _alone() -> ocp.Context:
     """Keeps Orbax from waiting for other processes: one writes and reads for all."""
     if jax.process_count() > 1:
         # Its comparison of paths waits for all processes, whichever are active (0.12.8).
-        from orbax.checkpoint.experimental.v1._src.saving import execution
+        try:
+            from orbax.checkpoint.experimental.v1._src.saving import execution
 
+            assert execution._check_directory_consistency
+        except (ImportError, AttributeError):
+            version = importlib.metadata.version("orbax-checkpoint")
+            raise ConfigError(
+                f"orbax-checkpoint {version} cannot save from one of several processes as 0.12.8 "
+                "does; install that version, or train with one process"
+            ) from None
         execution._check_directory_consistency = lambda directory: None
     index = jax.process_index()
     options = ocp.options.MultiprocessingOptions(primary_host=index, active_processes={index})
