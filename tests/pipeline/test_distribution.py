@@ -11,7 +11,6 @@ from tests.distribution import LEAST_P, Cell, check
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# Ten thousand draws of a cell take about a second each on one core.
 DRAWN = [
     Cell("rejection", 2, "virtual", "random", True, 3),
     Cell("rejection", 4, "sharded", "random", False, 0),
@@ -20,12 +19,12 @@ DRAWN = [
     Cell("coupled", 2, "virtual", "perfect", True, 1),
     Cell("coupled", 3, "sharded", "random", False, 3),
 ]
-N_DRAWS = 100_000
+N_DRAWS = {"virtual": 100_000, "sharded": 20_000}  # both give the same tokens: see test_sampled
 
 
 @pytest.mark.parametrize("cell", DRAWN, ids=str)
 def test_tokens_have_the_targets_distribution(cell):
-    outcome = check(cell, N_DRAWS)
+    outcome = check(cell, N_DRAWS[cell.mode])
     assert min(outcome.p_values.values()) > LEAST_P, outcome
     if cell.draft == "perfect" and not cell.some_ids:
         assert outcome.alpha == 1
