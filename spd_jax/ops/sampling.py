@@ -157,7 +157,7 @@ def find_cuts(
     method: Method,
     knobs: Knobs,
     gather: Callable[[jax.Array], jax.Array],
-    needed: Sequence[jax.Array | None] | None = None,
+    needed: Sequence[jax.Array] | None = None,
     notes: jax.Array | None = None,
 ) -> tuple[list[Cut], jax.Array | None]:
     """Finds the cuts of several distributions in one exchange between the shards.
