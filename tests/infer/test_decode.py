@@ -120,7 +120,8 @@ def fake_api(monkeypatch):
 
 def result_of(ids, accepted, cycles):
     stats = SimpleNamespace(
-        rejects=1, alpha=0.5, tokens_per_cycle=0.5, tau=1.5, speedup=1.5, prefill_seconds=0.1,
+        rejects=1, alpha=0.5, expected_alpha=None, tokens_per_cycle=0.5, tau=1.5, speedup=1.5,
+        prefill_seconds=0.1,
         decode_seconds=0.2, tokens_per_second=None, mode="virtual", placement="virtual", devices=1,
     )  # fmt: skip
     return SimpleNamespace(
@@ -172,7 +173,7 @@ def test_compare_fails_where_the_tokens_differ(other, code, fake_api, monkeypatc
     assert json.loads(captured.out)["identical"] is (code == 0)
     if code:
         assert "new token 1" in captured.err
-        assert "0.25 apart" in captured.err
+        assert "decided by 0.25" in captured.err
 
 
 def test_an_error_after_loading_is_a_config_error(fake_api):
@@ -182,3 +183,27 @@ def test_an_error_after_loading_is_a_config_error(fake_api):
     fake_api(refuse)
     with pytest.raises(ConfigError, match="context"):
         decode.main([])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--compare", "--temperature", "0.7"], ["--compare", "--verifier coupled"]),
+        (["--temperature", "-1"], ["temperature must be 0", "-1"]),
+        (["--top-p", "0"], ["top_p", "(0, 1]"]),
+    ],
+)
+def test_sampling_that_cannot_be_is_refused_before_anything_is_loaded(argv, words, capsys):
+    with pytest.raises(ConfigError) as error:
+        decode.main(["--target", "tiny", *argv])
+    assert all(word in str(error.value) for word in words)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_coupled_text_compares_identical(capsys):
+    argv = ["--target", "tiny", "--max-new-tokens", "12", "--mesh", "virtual", "--json"]
+    sampled = ["--temperature", "0.8", "--top-p", "0.9", "--verifier", "coupled", "--seed", "3"]
+    assert decode.main([*argv, *sampled, "--compare"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["identical"] and len(record["tokens"]) == 12

@@ -33,7 +33,7 @@ def error_line(capsys) -> str:
         (["--mesh", "torus"], ["--mesh", "torus", "auto", "virtual"]),
         (["--draft"], ["--draft"]),
         (["stray"], ["stray"]),
-        (["--temperature", "1.0"], ["--temperature"]),
+        (["--temprature", "1.0"], ["--temprature", "--temperature"]),
         (["--no-compare"], ["--no-compare"]),
     ],
 )
