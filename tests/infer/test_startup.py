@@ -1,5 +1,6 @@
 """Every mistake at the keyboard is one line on stderr and exit code 2."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -197,9 +198,10 @@ def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
 def test_an_interrupt_during_imports_shows_no_traceback(module, imported):
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
     others = []
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    # In the background of a shell SIGINT is ignored, and children inherit that.
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=heard, **pipes) as process:
         for line in process.stderr:
             if line.endswith(imported):
                 process.send_signal(signal.SIGINT)
