@@ -13,7 +13,7 @@ import json
 import socket
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -125,9 +125,7 @@ class Processes:
 
     def tell(self, reason: str) -> None:
         """Says to all others why this one ends; they end too."""
-        for wire in self._wires.values():
-            with contextlib.suppress(OSError):
-                wire.send("gone", reason)
+        _send_gone(self._wires.values(), reason)
 
     def watch(self, timeout: float) -> None:
         """Begins to send signs of life and to listen for those of the others."""
@@ -241,7 +239,7 @@ def _meet(launch: Launch, local_ids: list[int] | None) -> Processes:
                 wire.send("welcome", jax_port)
             except OSError as error:
                 reason = f"process {other} has gone ({error.strerror})"
-                _refuse(wires.values(), reason)
+                _send_gone(wires.values(), reason)
                 raise ConfigError(f"{reason}; {AGAIN}") from None
     else:
         wire, jax_port = _reach_first(host, port, index, n, deadline, timeout)
@@ -296,7 +294,7 @@ def _await_others(port: int, n: int, deadline: float, timeout: float) -> dict[in
                 reason = (
                     f"{len(wires) + 1} of {n} processes came within {timeout:g} s; absent: {absent}"
                 )
-                _refuse(wires.values(), reason)
+                _send_gone(wires.values(), reason)
                 raise ConfigError(f"{reason}; start them, or lower num_processes") from None
             wire = Wire(connection, min(timeout, 5.0))
             try:
@@ -310,13 +308,13 @@ def _await_others(port: int, n: int, deadline: float, timeout: float) -> dict[in
             elif index in wires or not 0 < index < n:
                 reason = f"process_id {index} is there twice"
             if reason:
-                _refuse([wire, *wires.values()], reason)
+                _send_gone([wire, *wires.values()], reason)
                 raise ConfigError(f"{reason}; start all with the same number and each its own id")
             wires[index] = wire
     return wires
 
 
-def _refuse(wires: Any, reason: str) -> None:
+def _send_gone(wires: Iterable[Wire], reason: str) -> None:
     for wire in wires:
         with contextlib.suppress(OSError):
             wire.send("gone", reason)
