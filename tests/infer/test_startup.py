@@ -1,6 +1,5 @@
 """Every mistake at the keyboard is one line on stderr and exit code 2."""
 
-import functools
 import os
 import signal
 import subprocess
@@ -186,7 +185,16 @@ def test_cpu_devices_wins_over_the_environment_and_a_late_call_is_an_error():
     assert done.stdout.strip() == "refused", done.stderr
 
 
+@pytest.fixture
+def interrupts():
+    """Children hear SIGINT, which a shell ignores in its background, and that is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.timeout(60)
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
@@ -199,9 +207,7 @@ def test_an_interrupt_during_imports_shows_no_traceback(module, imported):
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
     others = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    # In the background of a shell SIGINT is ignored, and children inherit that.
-    with subprocess.Popen(command, cwd=ROOT, preexec_fn=heard, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as process:
         for line in process.stderr:
             if line.endswith(imported):
                 process.send_signal(signal.SIGINT)
