@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from spd_jax.autoregressive import Autoregression
 from spd_jax.checks import ConfigError, as_ints
 from spd_jax.config import LossConfig, SamplingConfig
 from spd_jax.engines import (
@@ -20,14 +21,13 @@ from spd_jax.engines import (
     resolve_pipeline,
     whole_params,
 )
-from spd_jax.models import distill, reference
+from spd_jax.models import distill
 from spd_jax.models import draft as pdm
 from spd_jax.models import target as model
 from spd_jax.models.bundle import Draft, Target
-from spd_jax.models.cache import bucket_capacity, read_len
-from spd_jax.ops.sampling import argmax_lowest, plan
+from spd_jax.models.cache import read_len
+from spd_jax.ops.sampling import argmax_lowest
 from spd_jax.pipeline.loop import OnTokens, Stopwatch, decode_batch
-from spd_jax.pipeline.programs import TOKEN_BUCKET
 from spd_jax.program import is_traced
 from spd_jax.requests import (
     Prompt,
@@ -141,29 +141,15 @@ def generate(
     check_not_traced(target, "generate")
     _check_sampling(sampling)
     request = make_request(target, prompt, max_new_tokens, stop_ids, seed)
-    n_slots = -(-max_new_tokens // TOKEN_BUCKET) * TOKEN_BUCKET
-    capacity = bucket_capacity(
-        max(request.prompts.shape[1], int(request.prompt_lens.max()) + max_new_tokens)
-    )
-    limit, lens = jnp.int32(max_new_tokens), jnp.asarray(request.prompt_lens)
-    params, stops = whole_params(target), jnp.asarray(request.stop_ids)
-    method, knobs = plan(
-        dataclasses.replace(sampling, verifier="coupled"), target.config.vocab_size
-    )
-    static = {"config": target.config, "method": method}
-    args = (params, jnp.asarray(request.prompts), lens, request.keys, stops, limit, knobs)
-    start = reference.start_ar.compile(*args, capacity=capacity, n_slots=n_slots, **static)
-    clock = Stopwatch()
-    state = jax.block_until_ready(start(*args))
-    prefill_seconds = clock.lap()
-    steps, decode_seconds = jnp.int32(AR_CHUNK_STEPS), 0.0
-    args = (lens, request.keys, stops, limit, knobs, steps)
+    decoder = Autoregression(target, request, sampling)
+    start, clock = decoder.prefill(), Stopwatch()
+    state = start()
+    prefill_seconds, decode_seconds = clock.lap(), 0.0
     while not bool(np.all(np.asarray(state.done))):
         reach = int(request.prompt_lens.max()) + int(state.step) + AR_CHUNK_STEPS
-        n_read = read_len(reach, capacity)
-        proceed = reference.continue_ar.compile(params, state, *args, **static, n_read=n_read)
+        proceed = decoder.steps(state, AR_CHUNK_STEPS, read_len(reach, decoder.capacity))
         clock.lap()  # compiling is not decoding
-        state = jax.block_until_ready(proceed(params, state, *args))
+        state = proceed(state)
         decode_seconds += clock.lap()
     tokens, counts = np.asarray(state.tokens), np.asarray(state.n_tokens)
     results = [

@@ -29,6 +29,7 @@ LEVELS = {
     "spd_jax.requests": 4,
     "spd_jax.prompts": 5,
     "spd_jax.engines": 5,
+    "spd_jax.autoregressive": 6,
     "spd_jax.loading": 6,
     "spd_jax.api": 7,
     "spd_jax": 8,  # the package itself: it only exports the api
@@ -87,8 +88,9 @@ def test_imports_run_one_way(path):
 
 
 @pytest.mark.parametrize("path", MODULES, ids=IDS)
-def test_no_module_imports_torch(path):
-    assert not imports_package(path, "torch")
+def test_no_module_but_the_peer_imports_torch(path):
+    if path != ROOT / "infer" / "hf_peer.py":  # what infer.bench --hf compares with
+        assert not imports_package(path, "torch")
 
 
 @pytest.mark.parametrize("path", MODULES, ids=IDS)
@@ -128,4 +130,4 @@ def test_a_wrong_import_is_seen(tmp_path, monkeypatch):
     with pytest.raises(AssertionError, match="spd_jax.ops imports spd_jax.models.layers"):
         test_imports_run_one_way(bad)
     with pytest.raises(AssertionError):
-        test_no_module_imports_torch(bad)
+        test_no_module_but_the_peer_imports_torch(bad)

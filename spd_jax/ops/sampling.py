@@ -21,7 +21,8 @@ from jax import lax
 
 from spd_jax.config import SamplingConfig
 
-DRAFT, ACCEPT, RESIDUAL, COUPLED = range(4)  # streams of random numbers, independent of each other
+# Streams of random numbers, independent of each other.
+DRAFT, ACCEPT, RESIDUAL, COUPLED, SYNTHETIC = range(5)
 CANDIDATES = 64  # sent by each shard at least, where something is filtered
 TOP_P_CANDIDATES = 256  # where top-p alone filters
 LEAST = 1e-30  # a smaller top_p would be 0 in float32, and keep nothing

@@ -40,7 +40,7 @@ def run_cycle(
     """
     n = spec.n_stages
     with jax.named_scope("compute"):
-        sent, caches = _compute(spec, comm, weights, state, n_read)
+        sent, caches = compute(spec, comm, weights, state, n_read)
     with jax.named_scope("exchange"):
         gathered = comm.gather_ranks(sent)[:, :, :, 0]  # [N+1, K, B, D]
     with jax.named_scope("heads"):
@@ -56,10 +56,21 @@ def run_cycle(
     return dataclasses.replace(new, caches=caches, proposals=proposals, hidden=hidden, ring=ring)
 
 
-def _compute(
-    spec: EngineSpec, comm: Comm, weights: EngineWeights, state: PipelineState, n_read: int
-) -> tuple[list[jax.Array], list]:
-    """Runs every local rank's work and writes the new rows."""
+def compute(
+    spec: EngineSpec,
+    comm: Comm,
+    weights: EngineWeights,
+    state: PipelineState,
+    n_read: int,
+    only: jax.Array | None = None,
+) -> tuple[list[jax.Array], list[Slots]]:
+    """Runs every local rank's work and writes the new rows.
+
+    Args:
+      only: int scalar, the one rank that works, to measure it; None: all.
+    Returns:
+      What each rank sends, [K, B, 1, D], and its caches.
+    """
     n = spec.n_stages
     running = ~state.done
     one = jnp.ones_like(state.newest)
@@ -80,6 +91,8 @@ def _compute(
 
         is_draft = rank == n
         keep = in_flight | (running & is_draft)
+        if only is not None:
+            keep &= rank == only
         out, rows = run_rank(spec, comm, rank, jnp.any(keep), stage, draft)
         position = jnp.where(is_draft, state.newest - state.fill, position)
         write = functools.partial(write_row, positions=position, keep=keep)

@@ -23,6 +23,7 @@ from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.heads import Heads, choose, logits, pick
 from spd_jax.pipeline.spec import EngineSpec
 from spd_jax.pipeline.state import Inputs, PipelineState, Proposals
+from spd_jax.pipeline.synthetic import replace_draft
 
 Head = tuple[jax.Array, jax.Array]  # a shard's logits float32 [B, n], and its ids int32 [n]
 Draw = Callable[[], jax.Array]  # gives float32 [B, n], of which the largest is what is drawn
@@ -63,6 +64,29 @@ def name_tokens(
       ids int32 [2, B], their embedding rows [2, B, D] (of the target's, where its id is not that
       of the draft it was verified with), and the new proposals.
     """
+    packed, accepted, proposals = pack_draws(spec, comm, heads, state, inputs, leaving, drafted)
+    ids, rows = choose(comm, packed, leaving.dtype)
+    if accepted is not None:
+        ids = ids.at[0].set(jnp.where(accepted, _verified(spec, state, inputs), ids[0]))
+    return ids, rows, proposals
+
+
+def pack_draws(
+    spec: EngineSpec,
+    comm: Comm,
+    heads: Heads,
+    state: PipelineState,
+    inputs: Inputs,
+    leaving: jax.Array,
+    drafted: jax.Array,
+) -> tuple[jax.Array, jax.Array | None, Proposals | None]:
+    """Draws on this shard what `name_tokens` chooses from.
+
+    Returns:
+      int32 [2, B, 2 + D], the target's and the draft's best as `heads.pick` packs them; bool [B],
+      the verified draft is accepted whatever the first is (None: not rejection sampling); and the
+      new proposals.
+    """
     method, running = inputs.method, ~state.done
     full = running & (state.fill == spec.n_stages)
     any_full, any_running = jnp.any(full), jnp.any(running)
@@ -71,23 +95,25 @@ def name_tokens(
     draft = _logits_if(any_running, comm, heads, drafted, heads.draft_rows())
     proposals, accepted = state.proposals, None
     if method.verifier == "rejection":
-        there = _id_at(state, checked - inputs.prompt_lens)
+        there = _verified(spec, state, inputs)
         draws, accepted, proposals = _rejection(
             comm, heads, state, inputs, (target, checked), (draft, new), there, full
         )
         any_full = jnp.any(full & ~accepted)  # nothing is drawn in place of what is accepted
     else:
         draws = _noisy(comm, inputs, [(target, checked, full), (draft, new, running)])
-    packed = [
+    best, proposed = (
         _pick_if(active, comm, heads, draw, ids)
         for active, draw, (_, ids) in zip(
             (any_full, any_running), draws, (target, draft), strict=True
         )
-    ]
-    ids, rows = choose(comm, jnp.stack(packed), leaving.dtype)
-    if accepted is not None:
-        ids = ids.at[0].set(jnp.where(accepted, there, ids[0]))
-    return ids, rows, proposals
+    )
+    if inputs.script is not None:
+        assert accepted is None, "rejection sampling must know what drafts were drawn from"
+        proposed = replace_draft(
+            comm, heads, inputs.script, proposed, inputs.keys, new - inputs.prompt_lens, new
+        )
+    return jnp.stack([best, proposed]), accepted, proposals
 
 
 def empty_proposals(spec: EngineSpec, comm: Comm, heads: Heads, inputs: Inputs) -> Proposals | None:
@@ -215,7 +241,7 @@ def _pick_if(active: jax.Array, comm: Comm, heads: Heads, draw: Draw, ids: jax.A
     )
 
 
-def _id_at(state: PipelineState, index: jax.Array) -> jax.Array:
-    """The ids int32 [B] at indices [B] of the token buffers."""
-    batch = jnp.arange(len(index))
-    return state.tokens[batch, jnp.maximum(index, 0)]
+def _verified(spec: EngineSpec, state: PipelineState, inputs: Inputs) -> jax.Array:
+    """The drafts int32 [B] that are verified in this cycle, where the pipeline is full."""
+    index = state.newest - spec.n_stages + 2 - inputs.prompt_lens
+    return state.tokens[jnp.arange(len(index)), jnp.maximum(index, 0)]

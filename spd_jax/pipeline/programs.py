@@ -139,7 +139,7 @@ def _run_prefill(weights, prompts, inputs, *, spec, mesh, capacity, n_slots):
         caches = empty_caches(spec, comm, prompts.shape[0], capacity, dtype)
         return run_prefill(spec, comm, weights, caches, prompts, inputs, n_slots)
 
-    return _on_ranks(fn, spec, mesh, weights, prompts, inputs)
+    return on_ranks(fn, spec, mesh, weights, prompts, inputs)
 
 
 def _run_chunk(weights, state, inputs, n_cycles, *, spec, mesh, n_read):
@@ -154,7 +154,7 @@ def _run_chunk(weights, state, inputs, n_cycles, *, spec, mesh, n_read):
 
         return lax.while_loop(go_on, body, (jnp.int32(0), state))[1]
 
-    return _on_ranks(fn, spec, mesh, weights, state, inputs, n_cycles)
+    return on_ranks(fn, spec, mesh, weights, state, inputs, n_cycles)
 
 
 def _run_compact(state, inputs, idx, n_kept, *, mesh):
@@ -165,8 +165,16 @@ def _run_compact(state, inputs, idx, n_kept, *, mesh):
     rest = jax.tree.map(take(0), dataclasses.replace(state, hidden=None, **NO_RANKS))
     done = rest.done | (jnp.arange(idx.shape[0]) >= n_kept)
     rest = dataclasses.replace(rest, hidden=take(1)(state.hidden), done=done)
+    script = inputs.script
+    if script is not None:
+        script = dataclasses.replace(
+            script, tokens=take(0)(script.tokens), n_tokens=take(0)(script.n_tokens)
+        )
     inputs = dataclasses.replace(
-        inputs, prompt_lens=take(0)(inputs.prompt_lens), keys=take(0)(inputs.keys)
+        inputs,
+        prompt_lens=take(0)(inputs.prompt_lens),
+        keys=take(0)(inputs.keys),
+        script=script,
     )
     if mesh is not None:
         by_rank = lax.with_sharding_constraint(by_rank, NamedSharding(mesh, ON_RANK))
@@ -179,7 +187,7 @@ def per_rank(state: PipelineState) -> dict[str, Any]:
     return {name: getattr(state, name) for name in PER_RANK}
 
 
-def _on_ranks(fn: Callable, spec: EngineSpec, mesh: Mesh | None, *args) -> PipelineState:
+def on_ranks(fn: Callable, spec: EngineSpec, mesh: Mesh | None, *args) -> PipelineState:
     """Runs fn(comm, *args) once, or on every rank of the mesh with that rank's blocks."""
     if mesh is None:
         return fn(LocalComm(spec.n_stages), *args)

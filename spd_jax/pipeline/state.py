@@ -9,6 +9,7 @@ import jax
 
 from spd_jax.ops.sampling import Knobs, Method
 from spd_jax.pipeline.slots import Slots
+from spd_jax.pipeline.synthetic import Script
 
 _FIELDS = [
     "caches", "proposals", "hidden", "ring", "tokens", "accepted", "newest", "fill",
@@ -47,7 +48,7 @@ class PipelineState:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["prompt_lens", "keys", "stop_ids", "limit", "knobs"],
+    data_fields=["prompt_lens", "keys", "stop_ids", "limit", "knobs", "script"],
     meta_fields=["method"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -60,3 +61,4 @@ class Inputs:
     limit: jax.Array  # int32 scalar, max_new_tokens
     knobs: Knobs  # temperature, top_k, top_p
     method: Method  # static: how tokens are drawn and verified
+    script: Script | None = None  # replaces what is drafted, to measure speed; None: nothing does

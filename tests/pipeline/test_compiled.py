@@ -20,6 +20,7 @@ COLLECTIVES = (
 )  # fmt: skip
 OPERATION = re.compile(r"= \(?(?:\w+\[[\d,]*\]\S*,? ?)+\)? ([\w\-]+)\(")
 RESULT = re.compile(r"= \w+\[([\d,]*)\]\S* ([\w\-]+)\(")
+PRODUCT = re.compile(r"= (\S+) (?:dot|custom-call)\(")  # of matrices; gives the result's shape
 # What may give an array of a cache's shape: nothing here moves more than a row. A fusion is known
 # by the operations inside it, which the text lists too.
 IN_PLACE = {
