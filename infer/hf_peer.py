@@ -21,10 +21,11 @@ def hf_loops(source: str, prompt: Sequence[int]) -> dict[str, Callable[[int], li
       ConfigError: torch is missing, or the target is of another kind.
     """
     try:
+        import accelerate  # noqa: F401 - transformers wants it to read a .gguf file
         import torch
         import transformers
     except ImportError as error:
-        raise ConfigError(f"--hf needs torch beside transformers ({error}); install it") from None
+        raise ConfigError(f"--hf needs torch and accelerate: {error}; install them") from None
     path = fetch_smollm2() if source == "smollm2-135m" else Path(source)
     if path.suffix == ".gguf":
         files = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -33,6 +34,7 @@ def hf_loops(source: str, prompt: Sequence[int]) -> dict[str, Callable[[int], li
     else:
         raise ConfigError(f"--hf needs smollm2-135m, a .gguf file or an HF directory, got {source}")
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(**files, dtype=torch.float32).eval()
 
     @torch.inference_mode()
@@ -45,7 +47,9 @@ def hf_loops(source: str, prompt: Sequence[int]) -> dict[str, Callable[[int], li
     @torch.inference_mode()
     def decode(n: int, n_threads: int) -> list[int]:
         torch.set_num_threads(n_threads)
-        cache.crop(len(prompt))
+        n_written = cache.get_seq_length() - len(prompt)
+        if n_written:
+            cache.crop(-n_written)
         ids = [first]
         for _ in range(n):
             logits = model(ids[-1], past_key_values=cache, use_cache=True).logits

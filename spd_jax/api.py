@@ -154,7 +154,8 @@ def generate(
     tokens, counts = np.asarray(state.tokens), np.asarray(state.n_tokens)
     results = [
         finish_result(target, request, row[:n].tolist(), prefill_seconds, decode_seconds)
-        for row, n in zip(tokens, counts, strict=True)
+        for row, n, length in zip(tokens, counts, request.prompt_lens, strict=True)
+        if length
     ]
     return results[0] if request.single else results
 

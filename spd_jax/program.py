@@ -16,7 +16,8 @@ import jax
 
 # Each compiled program of the CPU backend takes hundreds of memory maps, about 800 for a decode
 # cycle of 30 layers. Linux gives a process 65,530 by default; past that, jaxlib crashes.
-MAX_PROGRAMS = 40
+MAX_PROGRAMS = 40  # more are kept while there are fewer maps than MANY_MAPS
+MANY_MAPS = 30_000
 MAX_KEPT_BYTES = 4 << 30  # on disk; those used least lately go first
 
 # XLA's CPU backend computes bfloat16 products from float32 copies of the weights. Its default
@@ -35,7 +36,8 @@ def _signature(leaf: Any) -> tuple:
 class Program:
     """Wraps `fn(*args, **static)`: positional arguments are traced, keywords are static.
 
-    MAX_PROGRAMS of all instances together are kept, those that were used last.
+    MAX_PROGRAMS of all instances together are kept, those that were used last, and more where
+    memory maps do not run out.
     """
 
     def __init__(self, fn: Callable, *, donate: tuple[int, ...] = ()):
@@ -54,7 +56,7 @@ class Program:
             options = CPU_OPTIONS if jax.default_backend() == "cpu" else None
             _KEPT[key] = jitted.lower(*args).compile(options)
             self.n_compiled += 1
-            if len(_KEPT) > MAX_PROGRAMS:
+            if len(_KEPT) > MAX_PROGRAMS and _has_many_maps():
                 _KEPT.popitem(last=False)
         _KEPT.move_to_end(key)
         return _KEPT[key]
@@ -65,6 +67,12 @@ class Program:
 
     def __call__(self, *args, **static) -> Any:
         return self.compile(*args, **static)(*args)
+
+
+def _has_many_maps() -> bool:
+    """True where memory maps may run out, or cannot be counted."""
+    maps = Path("/proc/self/maps")
+    return not maps.exists() or maps.read_text().count("\n") > MANY_MAPS
 
 
 def keep_on_disk(folder: Path) -> None:

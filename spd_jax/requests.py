@@ -16,6 +16,7 @@ from spd_jax.models.bundle import Draft, Target
 from spd_jax.models.distill import IGNORED
 from spd_jax.models.reference import padded_prompt_len
 from spd_jax.ops.sampling import plan
+from spd_jax.pipeline.programs import bucket_batch
 from spd_jax.pipeline.state import Inputs
 from spd_jax.program import is_traced
 
@@ -26,8 +27,8 @@ Prompt = str | Sequence[int]
 class Request:
     """One batch of prompts, padded; what every decoder starts from."""
 
-    prompts: np.ndarray  # int32 [B, T], right-padded with 0
-    prompt_lens: np.ndarray  # int32 [B]
+    prompts: np.ndarray  # int32 [B, T], right-padded with 0; B is a bucket
+    prompt_lens: np.ndarray  # int32 [B]; 0 in the last rows, which only pad the batch
     keys: jax.Array  # typed PRNG keys [B]
     stop_ids: np.ndarray  # int32 [n], a power of two long, -1 pads
     max_new_tokens: int
@@ -53,12 +54,14 @@ def make_request(
         raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
     longest = max(map(len, ids))
     check_context(target, longest, max_new_tokens)
-    prompts = np.zeros((len(ids), padded_prompt_len(longest)), np.int32)
-    for row, one in zip(prompts, ids, strict=True):
-        row[: len(one)] = one
-    lens = np.array([len(one) for one in ids], np.int32)
+    n_rows = bucket_batch(len(ids))
+    prompts = np.zeros((n_rows, padded_prompt_len(longest)), np.int32)
+    lens = np.zeros(n_rows, np.int32)
+    for b, one in enumerate(ids):
+        prompts[b, : len(one)], lens[b] = one, len(one)
     stops = pad_stop_ids(target, target.stop_ids if stop_ids is None else stop_ids)
-    return Request(prompts, lens, _keys(seed, len(ids)), stops, int(max_new_tokens), single)
+    keys = prompt_keys(_seeds(seed, len(ids)) + [0] * (n_rows - len(ids)))
+    return Request(prompts, lens, keys, stops, int(max_new_tokens), single)
 
 
 def make_inputs(target: Target, request: Request, sampling: SamplingConfig) -> Inputs:
@@ -146,7 +149,7 @@ def _encode(target: Target, prompt: Prompt) -> list[int]:
     return check_ids(target, prompt)
 
 
-def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
+def _seeds(seed: int | Sequence[int], n_batch: int) -> list[int]:
     """Prompt b draws from seed + b, or from its own entry of a list."""
     seeds = [seed + b for b in range(n_batch)] if is_int(seed) else seed
     if not isinstance(seeds, Sequence) or not all(map(is_int, seeds)) or len(seeds) != n_batch:
@@ -155,7 +158,7 @@ def _keys(seed: int | Sequence[int], n_batch: int) -> jax.Array:
         )
     if not all(-(2**63) <= s < 2**63 for s in seeds):
         raise ConfigError(f"seed: expected 64-bit integers, got {seed!r}")
-    return prompt_keys(seeds)
+    return list(seeds)
 
 
 def prompt_keys(seeds: Sequence[int]) -> jax.Array:

@@ -25,6 +25,7 @@ from tests.random_models import CONFIG
 @pytest.fixture(autouse=True)
 def two_are_kept(monkeypatch):
     monkeypatch.setattr(program, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(program, "MANY_MAPS", 0)
     monkeypatch.setattr(program, "_KEPT", OrderedDict())
 
 
@@ -54,6 +55,14 @@ def test_the_programs_used_last_are_kept_of_all_functions_together(scale):
     assert (scale.n_compiled, negate.n_compiled) == (2, 1)
     assert scale(jnp.ones(2), times=2).tolist() == [2, 2]  # compiled anew
     assert scale.n_compiled == 3
+
+
+def test_more_are_kept_while_memory_maps_last(scale, monkeypatch):
+    monkeypatch.setattr(program, "MANY_MAPS", 10**9)
+    for _ in range(2):
+        for n in range(1, 6):
+            scale(jnp.ones(n), times=2)
+    assert scale.n_compiled == 5
 
 
 @pytest.mark.slow

@@ -111,7 +111,8 @@ def forward(
         blocks = live_blocks(pipeline, draft.anchors, fill, mask_mode)
     prepared = normalise(draft, features, target.norm_eps)
     rows = replicate_sequence(params["projs"], prepared, blocks)
-    positions = jnp.tile(segment_positions(segments), (1, len(blocks)))
+    config = layer_config(target, draft)
+    turn = model.rotation(config, jnp.tile(segment_positions(segments), (1, len(blocks))))
     if dense:
         mask = structural_mask(pipeline, draft.anchors, n_tokens, fill, mask_mode, blocks)
         attend = mask & jnp.tile(segment_mask(segments), (1, len(blocks), len(blocks)))
@@ -122,10 +123,9 @@ def forward(
             functools.partial(attend_by_depth, seen=s, far_from=f, segments=segments)
             for s, f in ((seen, far_from), (seen[-1:], far_from[-1:]))
         )
-    config = layer_config(target, draft)
 
     def run(layer: dict, rows: jax.Array, attend: Any, n_query: int) -> jax.Array:
-        out, _ = model.run_layer(config, KIND, layer, rows, positions, attend, n_query=n_query)
+        out, _ = model.run_layer(config, KIND, layer, rows, turn, attend, n_query=n_query)
         return out
 
     if remat:

@@ -82,10 +82,9 @@ def forward(
     positions = jnp.tile(jnp.arange(n_tokens), (n_batch, draft.n_stages + 1))
     mask = depth_mask(draft.n_stages, valid_mask)
     config = layer_config(target, draft)
+    turn = model.rotation(config, positions)
     for layer, projs in zip(params["layers"], params["memory"], strict=True):
         memory = project_memory(memory, projs)
         rows = jnp.concatenate([*memory, newest], axis=1)
-        newest, _ = model.run_layer(
-            config, pdm.KIND, layer, rows, positions, mask, n_query=n_tokens
-        )
+        newest, _ = model.run_layer(config, pdm.KIND, layer, rows, turn, mask, n_query=n_tokens)
     return newest

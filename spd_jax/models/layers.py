@@ -21,7 +21,7 @@ from spd_jax.ops.delta_rule import delta_rule_chunked, delta_rule_step, l2_norma
 from spd_jax.ops.experts import experts_mlp, route
 from spd_jax.ops.linear import linear
 from spd_jax.ops.norms import rms_norm
-from spd_jax.ops.rope import apply_rope, inverse_frequencies
+from spd_jax.ops.rope import Rotation, apply_rope
 
 INIT = nn.initializers.normal(0.02)
 Mask = jax.Array | Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -74,7 +74,7 @@ class Attention(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        turn: Rotation,
         mask: Mask,
         cache: Rows | None,
         cache_len: jax.Array | None,
@@ -96,9 +96,7 @@ class Attention(nn.Module):
         if c.qk_norm:
             q = RMSNorm(c.norm_eps, c.norm_offset, name="q_norm")(q)
             k = RMSNorm(c.norm_eps, c.norm_offset, name="k_norm")(k)
-        inv_freq = inverse_frequencies(c.n_rotary, c.rope_theta, c.rope_scaling)
-        q = apply_rope(q, positions[:, n_rows - n_query :], inv_freq)
-        k = apply_rope(k, positions, inv_freq)
+        q, k = apply_rope(q, turn.last(n_query)), apply_rope(k, turn)
         rows = {"k": k.transpose(0, 2, 3, 1), "v": v.transpose(0, 2, 1, 3)}
         if callable(mask):
             out = mask(q, k, v)
@@ -192,8 +190,9 @@ class DecoderLayer(nn.Module):
     """One pre-norm decoder layer.
 
     Args of `__call__`:
-      x: [B, T, D] rows; positions: int [B, T]; mask: bool [B or 1, Q, T] among the new rows, or a
-        function that attends without one: (q [B, Q, H, E], k and v [B, T, G, E]) -> [B, Q, H * E].
+      x: [B, T, D] rows; turn: of their positions, as `target.rotation` gives it.
+      mask: bool [B or 1, Q, T] among the new rows, or a function that attends without one:
+        (q [B, Q, H, E], k and v [B, T, G, E]) -> [B, Q, H * E].
       cache, cache_len: read-only, what cache_len [B] earlier rows left; every query sees them.
       n_valid: int [B], how many of the rows exist, where padding follows; None: all. Attention
         needs no such thing: rows that exist never look at padding behind them.
@@ -210,7 +209,7 @@ class DecoderLayer(nn.Module):
     def __call__(
         self,
         x: jax.Array,
-        positions: jax.Array,
+        turn: Rotation,
         mask: Mask,
         cache: Rows | None = None,
         cache_len: jax.Array | None = None,
@@ -223,7 +222,7 @@ class DecoderLayer(nn.Module):
         if self.kind.mixer == "attention":
             with jax.named_scope("attention"):
                 attention = Attention(c, name="attn")
-                out, rows = attention(normed, positions, mask, cache, cache_len, n_query)
+                out, rows = attention(normed, turn, mask, cache, cache_len, n_query)
         else:
             with jax.named_scope("delta"):
                 n_valid = jnp.full(x.shape[0], x.shape[1]) if n_valid is None else n_valid

@@ -78,7 +78,8 @@ def prefill(
         active, mask = c < n_chunks, causal_mask(chunk)  # always active: see run_if
         x = model.run_if(active, lambda: model.embed(params, ids))
         read = [first_positions(cache, n_padded) for cache in caches]
-        args = (params["layers"], x, positions, mask, read, before, ends - before)
+        turn = model.rotation(config, positions)
+        args = (params["layers"], x, turn, mask, read, before, ends - before)
         x, rows = model.run_block(active, config, *args)
         caches = [write_chunk(*pair, start, ends) for pair in zip(caches, rows, strict=True)]
         offset = jnp.clip(last_idx - start, 0, chunk - 1)
@@ -108,7 +109,7 @@ def start_state(
     """Runs the prefill and commits the first token of each sequence.
 
     Args:
-      prompts, prompt_lens: as for `prefill`; keys: typed [B].
+      prompts, prompt_lens: as for `prefill`, 0 in rows that pad the batch; keys: typed [B].
       stop_ids: int [n], -1 pads; limit: int scalar, max_new_tokens, at most n_slots.
       method, knobs: how tokens are drawn, as `ops.sampling.plan` gives them.
     """
@@ -116,7 +117,7 @@ def start_state(
     first = sample(model.logits(config, params, last_hidden), keys, prompt_lens, method, knobs)
     n_batch = prompts.shape[0]
     tokens = jnp.zeros((n_batch, n_slots), jnp.int32).at[:, 0].set(first)
-    done = is_stop(first, stop_ids) | (limit == 1)
+    done = is_stop(first, stop_ids) | (limit == 1) | (prompt_lens == 0)
     ones = jnp.ones(n_batch, jnp.int32)
     return ARState(caches, tokens, ones, first, done, jnp.int32(1))
 
@@ -160,7 +161,7 @@ def decode_steps(
             config,
             params["layers"],
             x,
-            position[:, None],
+            model.rotation(config, position[:, None]),
             causal_mask(1),
             [first_positions(cache, n_read) for cache in state.caches],
             position,

@@ -19,15 +19,23 @@ from jax import lax
 from spd_jax.config import LayerKind, TargetConfig
 from spd_jax.models.cache import Rows
 from spd_jax.models.layers import DecoderLayer, norm_scale
+from spd_jax.ops import rope
 from spd_jax.ops.attention import causal_mask, segment_positions
 from spd_jax.ops.depth_attention import attend_causally
 from spd_jax.ops.linear import linear
 from spd_jax.ops.norms import rms_norm
+from spd_jax.ops.rope import Rotation, inverse_frequencies
 
 
 def embed(params: dict, input_ids: jax.Array) -> jax.Array:
     """Returns the embedding rows [..., D] of int ids [...]."""
     return jnp.take(params["embed"]["weight"], input_ids, axis=0)
+
+
+def rotation(config: TargetConfig, positions: jax.Array) -> Rotation:
+    """Returns how rows at positions int [B, T] turn in every layer."""
+    inv_freq = inverse_frequencies(config.n_rotary, config.rope_theta, config.rope_scaling)
+    return rope.rotation(positions, inv_freq)
 
 
 def run_layer(
@@ -41,7 +49,7 @@ def run_layers(
     config: TargetConfig,
     layers: Sequence[dict],
     x: jax.Array,
-    positions: jax.Array,
+    turn: Rotation,
     mask: jax.Array,
     caches: Sequence[Rows] | None = None,
     cache_len: jax.Array | None = None,
@@ -51,7 +59,7 @@ def run_layers(
     outputs, rows = [], []
     for idx, (kind, layer) in enumerate(zip(config.layer_kinds, layers, strict=True)):
         cache = None if caches is None else caches[idx]
-        x, new_rows = run_layer(config, kind, layer, x, positions, mask, cache, cache_len, n_valid)
+        x, new_rows = run_layer(config, kind, layer, x, turn, mask, cache, cache_len, n_valid)
         outputs.append(x)
         rows.append(new_rows)
     return outputs, rows
@@ -102,7 +110,7 @@ def hidden_states(
     else:
         positions = segment_positions(segments)
         mask = functools.partial(attend_causally, segments=segments)
-    outputs, _ = run_layers(config, params["layers"], x, positions, mask)
+    outputs, _ = run_layers(config, params["layers"], x, rotation(config, positions), mask)
     return [x, *outputs]
 
 
@@ -130,8 +138,8 @@ def init_layer(
     config: TargetConfig, kind: LayerKind, key: jax.Array, dtype: jnp.dtype = jnp.float32
 ) -> dict:
     """Returns one layer's random parameters: matrices normal 0.02, norms that scale by one."""
-    x, zero = jnp.zeros((1, 1, config.d_model), dtype), jnp.zeros((1, 1), jnp.int32)
-    return DecoderLayer(config, kind).init(key, x, zero, causal_mask(1))["params"]
+    x, turn = jnp.zeros((1, 1, config.d_model), dtype), rotation(config, jnp.zeros((1, 1)))
+    return DecoderLayer(config, kind).init(key, x, turn, causal_mask(1))["params"]
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Each pair (x_j, x_{j + n/2}) of the first n elements of a head turns by position
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,31 @@ def inverse_frequencies(n_rotary: int, theta: float, scaling: Llama3Scaling | No
     return np.where(wavelength < shortest, freq, scaled).astype(np.float32)
 
 
-def apply_rope(x: jax.Array, positions: jax.Array, inv_freq: np.ndarray) -> jax.Array:
-    """Rotates the first n elements of x [B, T, H, E] by positions int [B, T]; angles in float32."""
-    n_rotary = 2 * len(inv_freq)
-    angles = positions[..., None].astype(jnp.float32) * inv_freq[None, None]  # [B, T, n/2]
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+class Rotation(NamedTuple):
+    """By how much each pair of a row turns."""
+
+    cos: jax.Array  # float32 [B, T, n/2]
+    sin: jax.Array  # float32 [B, T, n/2]
+
+    def last(self, n: int) -> "Rotation":
+        """That of the last n rows."""
+        return Rotation(*(x[:, x.shape[1] - n :] for x in self))
+
+
+def rotation(positions: jax.Array, inv_freq: np.ndarray) -> Rotation:
+    """Returns the rotation of rows at positions int [B, T]; angles in float32.
+
+    Once for all layers, outside of what a branch computes: in a step of one token XLA's CPU
+    backend would else spend a tenth of its time on sines, again for each layer and head.
+    """
+    angles = positions[..., None].astype(jnp.float32) * inv_freq[None, None]
+    return Rotation(jnp.cos(angles), jnp.sin(angles))
+
+
+def apply_rope(x: jax.Array, turn: Rotation) -> jax.Array:
+    """Rotates the first n elements of x [B, T, H, E], in float32."""
+    n_rotary = 2 * turn.cos.shape[-1]
+    cos, sin = turn.cos[:, :, None], turn.sin[:, :, None]
     left, right = jnp.split(x[..., :n_rotary].astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
     turned = turned.astype(x.dtype)

@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spd_jax.models import target as model
 from spd_jax.models.aggregate import make_row, normalise
 from spd_jax.models.cache import write_row
+from spd_jax.ops.rope import Rotation
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.draws import name_tokens
 from spd_jax.pipeline.slots import Slots, map_slots, read_slots
 from spd_jax.pipeline.spec import EngineSpec
-from spd_jax.pipeline.stages import run_draft, run_rank, run_stage
+from spd_jax.pipeline.stages import Sent, run_draft, run_rank, run_stage
 from spd_jax.pipeline.state import Inputs, PipelineState
 from spd_jax.pipeline.verify import control
 from spd_jax.pipeline.weights import EngineWeights
@@ -73,21 +75,25 @@ def compute(
     """
     n = spec.n_stages
     running = ~state.done
-    one = jnp.ones_like(state.newest)
+    one, age = jnp.ones_like(state.newest), jnp.arange(n, -1, -1)
+    passed = jnp.maximum(state.newest[:, None] - age, 0)  # [B, N+1], the PDM's rows, newest last
+    of_rows = model.rotation(spec.target, passed)
     sent, caches = [], []
     for rank, parameters, cache in zip(comm.ranks, weights.ranks, state.caches, strict=True):
         # The PDM keeps one row, the newest completed token's; a stage the row of its own token.
         in_flight = running & (rank < state.fill)
         position = jnp.maximum(state.newest - rank, 0)
 
-        def stage(kinds, rank=rank, parameters=parameters, cache=cache, position=position):
+        turn = model.rotation(spec.target, position[:, None])
+
+        def stage(kinds, rank=rank, mine=parameters, cache=cache, position=position, turn=turn):
             x = lax.dynamic_index_in_dim(state.hidden, jnp.minimum(rank, n - 1), keepdims=False)
-            x, where, read = x[:, None], position[:, None], read_slots(cache, n_read)
-            return run_stage(spec, comm, rank, kinds, parameters, read, x, where, position, one)
+            read = read_slots(cache, n_read)
+            return run_stage(spec, comm, rank, kinds, mine, read, x[:, None], turn, position, one)
 
         def draft(parameters=parameters, cache=cache):
             read = read_slots(cache, n_read)
-            return _draft(spec, comm, weights.projs, parameters, read, state)
+            return _draft(spec, comm, weights.projs, parameters, read, state, of_rows)
 
         is_draft = rank == n
         keep = in_flight | (running & is_draft)
@@ -108,7 +114,8 @@ def _draft(
     parameters: list[dict] | dict,
     cache: Slots,
     state: PipelineState,
-):
+    turn: Rotation,
+) -> Sent:
     """Aggregates and runs rows p-f (completed) and p-f+1..p (in flight), newest last."""
     n = spec.n_stages
     age = jnp.arange(n, -1, -1)  # of row j: its token is p - age
@@ -131,7 +138,7 @@ def _draft(
         parameters,
         cache,
         rows,
-        jnp.maximum(positions, 0),
+        turn,
         mask,
         state.newest - state.fill,
         kept=n - state.fill,

@@ -62,18 +62,17 @@ def decode_batch(
     """Decodes a batch to its end.
 
     Args:
-      prompts: int32 [B, T] right-padded.
+      prompts: int32 [B, T] right-padded; sequences of no length, the last ones, are padding.
       on_tokens: called with a sequence's index and its newly verified ids after every chunk.
     """
-    n_batch = prompts.shape[0]
     fill_caches = programs.prefill(engine, prompts, inputs, max_new_tokens)
     clock = Stopwatch()
     state = fill_caches()
     prefill_seconds = clock.lap()
 
-    lens = np.asarray(inputs.prompt_lens).tolist()
-    sequences = [Committed([], []) for _ in range(n_batch)]
-    members = list(range(n_batch))  # whose sequence each row of the batch is; padding past these
+    lens = [length for length in np.asarray(inputs.prompt_lens).tolist() if length]
+    sequences = [Committed([], []) for _ in lens]
+    members = list(range(len(lens)))  # whose sequence each row of the batch is; padding past these
     done, run, n_read = _read(state, members, sequences, on_tokens), None, 0
     decode_seconds, capacity = 0.0, programs.capacity_of(state)
     while not all(done):

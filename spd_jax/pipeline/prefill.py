@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spd_jax.models import target as model
 from spd_jax.models.aggregate import make_row, normalise
 from spd_jax.models.cache import Rows, init_cache, write_chunk
 from spd_jax.models.reference import is_stop
@@ -120,7 +121,7 @@ def _first_state(
         fill=ones,
         n_committed=ones,
         n_cycles=jnp.zeros(n_batch, jnp.int32),
-        done=is_stop(first, inputs.stop_ids) | (inputs.limit <= 1),
+        done=is_stop(first, inputs.stop_ids) | (inputs.limit <= 1) | (prompt_lens == 0),
     )
 
 
@@ -160,20 +161,21 @@ def _compute_chunk(spec, comm, weights, caches, t, chunks, entered, features, pr
         active = (c >= 0) & (c < n_chunks)
         start = jnp.clip(c, 0, n_chunks - 1) * chunk
         positions = jnp.broadcast_to(start + jnp.arange(chunk), (n_batch, chunk))
+        turn = model.rotation(spec.target, positions)  # the draft module's too
         before, ends = (jnp.minimum(end, prompt_lens) for end in (start, start + chunk))
 
         def stage(
-            kinds, rank=rank, mine=parameters, cache=cache, at=positions, n_seen=before, ends=ends
+            kinds, rank=rank, mine=parameters, cache=cache, turn=turn, n_seen=before, ends=ends
         ):
             x = lax.dynamic_index_in_dim(entered, jnp.minimum(rank, n - 1), keepdims=False)
             read = read_slots(cache, n_read)
-            return run_stage(spec, comm, rank, kinds, mine, read, x, at, n_seen, ends - n_seen)
+            return run_stage(spec, comm, rank, kinds, mine, read, x, turn, n_seen, ends - n_seen)
 
-        def draft(mine=parameters, cache=cache, at=positions, n_seen=before):
+        def draft(mine=parameters, cache=cache, turn=turn, n_seen=before):
             prepared = normalise(spec.draft, features, spec.target.norm_eps)
             rows = make_row(weights.projs, prepared, spec.row_types[n])
             read = read_slots(cache, n_read)
-            return run_draft(spec, comm, mine, read, rows, at, causal_mask(chunk), n_seen)
+            return run_draft(spec, comm, mine, read, rows, turn, causal_mask(chunk), n_seen)
 
         out, rows = run_rank(spec, comm, rank, active, stage, draft)
         write = functools.partial(write_chunk, start=start, ends=ends, active=active)

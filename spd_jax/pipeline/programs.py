@@ -27,6 +27,7 @@ from spd_jax.pipeline.weights import EngineWeights
 from spd_jax.program import Program
 
 TOKEN_BUCKET = 64  # token buffers are a multiple of this, so that few programs are needed
+BATCH_BUCKET = 8  # so are batches; smaller ones are powers of two
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Engine:
     @property
     def n_devices(self) -> int:
         return 1 if self.mesh is None else self.mesh.size
+
+
+def bucket_batch(n: int) -> int:
+    """Returns the rows of a batch of n sequences; those beyond n are done from the start."""
+    return -(-n // BATCH_BUCKET) * BATCH_BUCKET if n > BATCH_BUCKET else 1 << (n - 1).bit_length()
 
 
 def cache_capacity(spec: EngineSpec, n_padded: int, longest: int, max_new_tokens: int) -> int:
@@ -127,9 +133,9 @@ def chunk(
 def compact(
     engine: Engine, state: PipelineState, inputs: Inputs, kept: list[int]
 ) -> tuple[PipelineState, Inputs]:
-    """Returns the batch of the sequences `kept`, padded with finished ones to a power of two."""
-    size = 1 << (len(kept) - 1).bit_length()
-    idx = jnp.asarray([*kept, *[kept[0]] * (size - len(kept))], jnp.int32)
+    """Returns the batch of the sequences `kept`, padded with finished ones to its bucket."""
+    padding = bucket_batch(len(kept)) - len(kept)
+    idx = jnp.asarray([*kept, *[kept[0]] * padding], jnp.int32)
     return COMPACT(state, inputs, idx, jnp.int32(len(kept)), mesh=engine.mesh)
 
 

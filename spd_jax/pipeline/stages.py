@@ -16,6 +16,7 @@ from spd_jax.models import target as model
 from spd_jax.models.cache import Rows, row_shapes
 from spd_jax.models.draft import KIND
 from spd_jax.ops.attention import causal_mask
+from spd_jax.ops.rope import Rotation
 from spd_jax.pipeline.comm import Comm
 from spd_jax.pipeline.slots import Slots, cache_slots
 from spd_jax.pipeline.spec import EngineSpec
@@ -44,7 +45,7 @@ def run_stage(
     weights: list[dict] | dict,
     caches: Slots,
     x: jax.Array,
-    positions: jax.Array,
+    turn: Rotation,
     cache_len: jax.Array,
     n_valid: jax.Array,
 ) -> Sent:
@@ -52,14 +53,14 @@ def run_stage(
 
     Args:
       weights, caches: of the rank; on a mesh a stage may need fewer slots than there are.
-      x: [B, T, D] stage input; positions: int [B, T]; cache_len, n_valid: int [B].
+      x: [B, T, D] stage input; turn: of their positions; cache_len, n_valid: int [B].
     """
     mask = causal_mask(x.shape[1])
     layers = comm.layers(weights, [model.layer_shapes(spec.target, kind) for kind in kinds])
     passed, rows = [x], _no_rows(comm, caches, x.shape[1])
     for kind, layer, (mixer, slot) in zip(kinds, layers, cache_slots(kinds), strict=True):
         x, rows[mixer][slot] = model.run_layer(
-            spec.target, kind, layer, x, positions, mask, caches[mixer][slot], cache_len, n_valid
+            spec.target, kind, layer, x, turn, mask, caches[mixer][slot], cache_len, n_valid
         )
         passed.append(x)
     emit = comm.select(spec.emits + (spec.emits[0],), rank)
@@ -74,7 +75,7 @@ def run_draft(
     weights: list[dict] | dict,
     caches: Slots,
     rows: jax.Array,
-    positions: jax.Array,
+    turn: Rotation,
     mask: jax.Array,
     cache_len: jax.Array,
     kept: jax.Array | None = None,
@@ -83,7 +84,7 @@ def run_draft(
 
     Args:
       weights, caches: of the rank; its layers take the first slots.
-      rows: [B, T, D]; positions: int [B, T]; mask: bool [B or 1, T, T]; cache_len: int [B].
+      rows: [B, T, D]; turn: of their positions; mask: bool [B or 1, T, T]; cache_len: int [B].
       kept: int [B], the one row whose keys and values are returned; None: all T.
 
     Returns:
@@ -100,7 +101,7 @@ def run_draft(
             KIND,
             layer,
             x,
-            positions,
+            turn,
             mask[:, -1:] if last else mask,
             caches[KIND.mixer][slot],
             cache_len,

@@ -55,7 +55,7 @@ class PipelineState:
 class Inputs:
     """What stays the same while a batch is decoded."""
 
-    prompt_lens: jax.Array  # int32 [B]
+    prompt_lens: jax.Array  # int32 [B], 0 in rows that pad the batch: these come last
     keys: jax.Array  # typed PRNG keys [B], of each sequence's draws
     stop_ids: jax.Array  # int32 [n], -1 pads
     limit: jax.Array  # int32 scalar, max_new_tokens

@@ -33,7 +33,8 @@ def case(config):
 @functools.partial(jax.jit, static_argnums=0)
 def run(config, layer, x, cache=None, cache_len=None, n_valid=None):
     positions = jnp.tile(jnp.arange(x.shape[1]), (x.shape[0], 1))
-    args = (x, positions, causal_mask(x.shape[1]), cache, cache_len, n_valid)
+    turn = model.rotation(config, positions)
+    args = (x, turn, causal_mask(x.shape[1]), cache, cache_len, n_valid)
     return model.run_layer(config, KIND, layer, *args)
 
 

@@ -26,7 +26,7 @@ def case(request, config, make_target):
 
 def run(config, layer, x, start, mask, cache=None, cache_len=None, n_query=None):
     positions = start + jnp.tile(jnp.arange(x.shape[1]), (x.shape[0], 1))
-    args = (x, positions, mask, cache, cache_len)
+    args = (x, model.rotation(config, positions), mask, cache, cache_len)
     return model.run_layer(config, LayerKind(), layer, *args, n_query=n_query)
 
 

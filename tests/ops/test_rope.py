@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spd_jax.config import Llama3Scaling
-from spd_jax.ops.rope import apply_rope, inverse_frequencies
+from spd_jax.ops.rope import apply_rope, inverse_frequencies, rotation
 
 SCALINGS = [None, Llama3Scaling(8.0, 1.0, 4.0, 64), Llama3Scaling(32.0, 1.0, 4.0, 8192)]
 
@@ -73,7 +73,7 @@ def test_each_pair_turns_as_a_complex_number():
     inv_freq = inverse_frequencies(8, 10000.0, None)
     angles = positions[:, :, None, None] * inv_freq.astype(np.float64)
     turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles)
-    got = apply_rope(jnp.asarray(x), jnp.asarray(positions), inv_freq)
+    got = apply_rope(jnp.asarray(x), rotation(jnp.asarray(positions), inv_freq))
     # A float32 angle of some hundreds is exact to about 1e-5.
     np.testing.assert_allclose(got, np.concatenate([turned.real, turned.imag], -1), atol=1e-4)
 
@@ -84,8 +84,9 @@ def test_scores_depend_on_distance_alone():
     inv_freq = inverse_frequencies(16, 10000.0, None)
 
     def score(at: int, distance: int) -> float:
-        turned_q = apply_rope(jnp.asarray(q), jnp.full((1, 1), at), inv_freq)
-        turned_k = apply_rope(jnp.asarray(k), jnp.full((1, 1), at - distance), inv_freq)
+        turned_q = apply_rope(jnp.asarray(q), rotation(jnp.full((1, 1), at), inv_freq))
+        back = rotation(jnp.full((1, 1), at - distance), inv_freq)
+        turned_k = apply_rope(jnp.asarray(k), back)
         return float(jnp.sum(turned_q * turned_k))
 
     scores = [score(at, 7) for at in (7, 20, 150)]
@@ -95,8 +96,8 @@ def test_scores_depend_on_distance_alone():
 
 def test_narrow_inputs_are_turned_in_float32():
     x = jnp.ones((1, 1, 1, 8), jnp.bfloat16)
-    position, inv_freq = jnp.full((1, 1), 1001), inverse_frequencies(8, 10000.0, None)
-    got = apply_rope(x, position, inv_freq)
-    want = apply_rope(x.astype(jnp.float32), position, inv_freq).astype(jnp.bfloat16)
+    turn = rotation(jnp.full((1, 1), 1001), inverse_frequencies(8, 10000.0, None))
+    got = apply_rope(x, turn)
+    want = apply_rope(x.astype(jnp.float32), turn).astype(jnp.bfloat16)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, want)

@@ -182,7 +182,8 @@ def reread_prompt(run: Stepper, hidden: list[jax.Array]) -> PipelineState:
     spec, state, rows = run.engine.spec, run.state, prompt_rows(run, hidden)
     n, n_tokens = spec.n_stages, rows.shape[1]
     positions, layers = jnp.arange(n_tokens)[None], run.engine.weights.ranks[n]
-    _, made = model.run_layers(spec.draft_layer, layers, rows, positions, causal_mask(n_tokens))
+    turn = model.rotation(spec.draft_layer, positions)
+    _, made = model.run_layers(spec.draft_layer, layers, rows, turn, causal_mask(n_tokens))
     cache = [
         {
             "k": old["k"].at[..., :n_tokens].set(new["k"]),

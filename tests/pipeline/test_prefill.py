@@ -53,15 +53,15 @@ def naive(run: Stepper):
     ids = np.zeros((len(LENS), max(LENS)), np.int32)
     for row, length in zip(ids, LENS, strict=True):
         row[:length] = make_prompt(length)
-    positions = jnp.broadcast_to(jnp.arange(max(LENS)), ids.shape)
+    turn = model.rotation(config, jnp.broadcast_to(jnp.arange(max(LENS)), ids.shape))
     mask = causal_mask(max(LENS))
     x = model.embed(target.params, ids)
-    outs, rows = model.run_layers(config, target.params["layers"], x, positions, mask)
+    outs, rows = model.run_layers(config, target.params["layers"], x, turn, mask)
     hidden = [x, *outs]
     deepest = jnp.concatenate([hidden[b] for b in run.engine.spec.draft.anchors], axis=-1)
     x = deepest @ draft.params["projs"][-1]["weight"].T
     layer_config = run.engine.spec.draft_layer
-    _, draft_rows = model.run_layers(layer_config, draft.params["layers"], x, positions, mask)
+    _, draft_rows = model.run_layers(layer_config, draft.params["layers"], x, turn, mask)
     last = jnp.stack([hidden[-1][b, length - 1] for b, length in enumerate(LENS)])
     best = np.argmax(model.logits(config, target.params, last), axis=-1)
     return jax.tree.map(np.asarray, (rows, draft_rows, jnp.stack(hidden), best))
@@ -143,9 +143,9 @@ def test_delta_nets_know_what_the_whole_prompt_leaves(mode, golden_pair):
     config, n = target.config, run.engine.spec.n_stages
     n_compared = 0
     for b, prompt in enumerate(prompts):
-        positions = jnp.arange(len(prompt))[None]
+        turn = model.rotation(config, jnp.arange(len(prompt))[None])
         x, mask = model.embed(target.params, jnp.asarray([prompt])), causal_mask(len(prompt))
-        _, left = model.run_layers(config, target.params["layers"], x, positions, mask)
+        _, left = model.run_layers(config, target.params["layers"], x, turn, mask)
         slot, layer = (len(prompt) - 1) % n, 0
         for rank, kinds in enumerate(run.engine.spec.rank_kinds[:n]):
             for kind, (mixer, nth) in zip(kinds, cache_slots(kinds), strict=True):

@@ -78,11 +78,9 @@ def draft_logits(shape, config, target_params, params, ids, newest, fill):
         row = jnp.concatenate(passed, axis=-1) @ weight.T
         here = (age == depth) & (age < fill) if depth < n else age >= fill
         rows = jnp.where(here[:, None], row, rows)
-    positions = jnp.arange(len(ids))[None]
     layers = pdm.layer_config(config, shape.draft)
-    outs, _ = model.run_layers(
-        layers, params["layers"], rows[None], positions, causal_mask(len(ids))
-    )
+    turn = model.rotation(layers, jnp.arange(len(ids))[None])
+    outs, _ = model.run_layers(layers, params["layers"], rows[None], turn, causal_mask(len(ids)))
     return pdm.logits(config, shape.draft, params, target_params, outs[-1][0, newest])
 
 
