@@ -75,9 +75,7 @@ def compute(
     """
     n = spec.n_stages
     running = ~state.done
-    one, age = jnp.ones_like(state.newest), jnp.arange(n, -1, -1)
-    passed = jnp.maximum(state.newest[:, None] - age, 0)  # [B, N+1], the PDM's rows, newest last
-    of_rows = model.rotation(spec.target, passed)
+    one, drafted_turn = jnp.ones_like(state.newest), draft_rotation(spec, state)
     sent, caches = [], []
     for rank, parameters, cache in zip(comm.ranks, weights.ranks, state.caches, strict=True):
         # The PDM keeps one row, the newest completed token's; a stage the row of its own token.
@@ -93,7 +91,7 @@ def compute(
 
         def draft(parameters=parameters, cache=cache):
             read = read_slots(cache, n_read)
-            return _draft(spec, comm, weights.projs, parameters, read, state, of_rows)
+            return _draft(spec, comm, weights.projs, parameters, read, state, drafted_turn)
 
         is_draft = rank == n
         keep = in_flight | (running & is_draft)
@@ -105,6 +103,12 @@ def compute(
         caches.append(map_slots(write, cache, rows))
         sent.append(out)
     return sent, caches
+
+
+def draft_rotation(spec: EngineSpec, state: PipelineState) -> Rotation:
+    """Returns how the N + 1 rows of the PDM turn, newest last."""
+    age = jnp.arange(spec.n_stages, -1, -1)
+    return model.rotation(spec.target, jnp.maximum(state.newest[:, None] - age, 0))
 
 
 def _draft(

@@ -146,7 +146,15 @@ def follow_trace(run: Stepper, hidden: list[jax.Array], want: dict, monkeypatch)
     @jax.jit
     def draft(state, weights):
         parameters, cache = weights.ranks[n], state.caches[n]
-        sent, _ = cycle._draft(spec, LocalComm(n), weights.projs, parameters, cache, state)
+        sent, _ = cycle._draft(
+            spec,
+            LocalComm(n),
+            weights.projs,
+            parameters,
+            cache,
+            state,
+            cycle.draft_rotation(spec, state),
+        )
         return fed.pop("rows")[0], fed.pop("positions")[0], sent[0, 0, -1]
 
     completed = dict(enumerate(np.asarray(prompt_rows(run, hidden)[0])))  # position -> row
