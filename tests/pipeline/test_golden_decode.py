@@ -137,7 +137,7 @@ def follow_trace(run: Stepper, hidden: list[jax.Array], want: dict, monkeypatch)
     n, fed = spec.n_stages, {}
 
     def spy(*args, **kwargs):
-        fed["rows"], fed["positions"] = args[4:6]
+        fed["rows"] = args[4]
         return run_draft(*args, **kwargs)
 
     run_draft = cycle.run_draft
@@ -155,7 +155,7 @@ def follow_trace(run: Stepper, hidden: list[jax.Array], want: dict, monkeypatch)
             state,
             cycle.draft_rotation(spec, state),
         )
-        return fed.pop("rows")[0], fed.pop("positions")[0], sent[0, 0, -1]
+        return fed.pop("rows")[0], sent[0, 0, -1]
 
     completed = dict(enumerate(np.asarray(prompt_rows(run, hidden)[0])))  # position -> row
     ends = np.cumsum(want["q_len"])
@@ -163,8 +163,9 @@ def follow_trace(run: Stepper, hidden: list[jax.Array], want: dict, monkeypatch)
     for i, (x, row) in enumerate(zip(want["positions"][calls[0]], want["rows"], strict=False)):
         np.testing.assert_allclose(completed[x], row, **NEAR, err_msg=f"prefill row {i}")
     for call, out in zip(calls[1:], want["out"][1:], strict=True):
-        rows, positions, ours = jax.tree.map(np.asarray, draft(run.state, weights))
+        rows, ours = jax.tree.map(np.asarray, draft(run.state, weights))
         newest, fill = int(run.state.newest[0]), int(run.state.fill[0])
+        positions = newest - np.arange(n, -1, -1)
         in_flight = dict(zip(positions[n - fill :], rows[n - fill :], strict=True))
         completed[newest - fill] = in_flight[newest - fill]
         assert want["positions"][call][-1] == newest
