@@ -139,6 +139,8 @@ class Bench:
         for capacity in flags.capacities:
             if capacity <= n_used:
                 raise ConfigError(f"capacities must be above the {n_used} used, got {capacity}")
+        self.engines = engines(flags, subject)
+        peers = hf_loops(flags.target, prompt) if flags.hf else {}
         self.measures: dict[str, Once] = {}
 
         say("compiling the autoregressive loop ...")
@@ -149,7 +151,6 @@ class Bench:
             loops = ARLoops(target, request, self.n_read, capacity)
             name = f"autoregressive, capacity {capacity}"
             self._add(name, loops.steps, flags.max_new_tokens - 1)
-        self.engines = engines(flags, subject)
         self.loops: dict[str, EngineLoops] = {}
         for mode, engine in self.engines.items():
             say(f"compiling the parts of a {mode} cycle ...")
@@ -163,9 +164,8 @@ class Bench:
         self.weights = bench_report.weight_bytes(subject.target, subject.draft)
         for name, reader in readers(self.weights[bench_report.AR]).items():
             self._add(f"{bench_report.READING}{name}", reader)
-        if flags.hf:
-            for name, decode in hf_loops(flags.target, prompt).items():
-                self._add(f"{bench_report.PEER}{name}", timed(decode), flags.max_new_tokens - 1)
+        for name, decode in peers.items():
+            self._add(f"{bench_report.PEER}{name}", timed(decode), flags.max_new_tokens - 1)
 
     def _add(self, name: str, run: Any, most: int | None = None) -> None:
         self.measures[name] = once_of(run, self.flags.seconds, most)

@@ -18,6 +18,7 @@ import numpy as np
 from spd_jax.config import DraftConfig, LossConfig, PipelineConfig, TargetConfig
 from spd_jax.models.distill import KL, compare_outputs, draft_outputs
 from spd_jax.ops.lookup import hits_by_position
+from spd_jax.results import ratio
 from train.batches import ordered_batches
 from train.data import Row
 from train.parallel import (
@@ -186,22 +187,29 @@ def _add(total: dict[str, Any], sums: dict[str, Any]) -> None:
 
 
 def _rates(total: dict[str, Any]) -> dict[str, Any]:
-    n, n_stages = max(total["n_scored"], 1), len(total["kl"])
-    counted = {"kl": max(total["n_covered"], 1), "loss": max(total["n_learnt"], 1)}
-    by_fill = {name: total[name] / counted.get(name, n) for name in BY_FILL}
+    n, n_stages = total["n_scored"], len(total["kl"])
+    counted = {"kl": total["n_covered"], "loss": total["n_learnt"]}
+    by_fill = {
+        name: total[name] / counted.get(name, n) if counted.get(name, n) else None
+        for name in BY_FILL
+    }
     decoded, sampled, looked_up = (total[k] for k in ("decoded", "sampled", "looked_up"))
     return {
         "n_scored": total["n_scored"],
-        **{name: float(x.mean()) for name, x in by_fill.items() if name != "acceptance"},
-        "coverage": total["n_covered"] / n,
-        "lookup": looked_up.accepted / n,
+        **{
+            name: None if x is None else float(x.mean())
+            for name, x in by_fill.items()
+            if name != "acceptance"
+        },
+        "coverage": ratio(total["n_covered"], n),
+        "lookup": ratio(looked_up.accepted, n),
         "alpha": decoded.alpha,
         "tau": decoded.tau(n_stages),
         "lookup_alpha": looked_up.alpha,
         "lookup_tau": looked_up.tau(n_stages),
         "acceptance": sampled.alpha,
         "acceptance_tau": sampled.tau(n_stages),
-        **{f"{name}_by_fill": x.tolist() for name, x in by_fill.items()},
+        **{f"{name}_by_fill": None if x is None else x.tolist() for name, x in by_fill.items()},
     }
 
 
@@ -212,9 +220,10 @@ def describe_figures(figures: Figures) -> str:
 
 def _describe(r: dict[str, Any]) -> str:
     line = (
-        f"loss {r['loss']:.3f}, KL {r['kl']:.3f}, agrees with target {r['agree_target']:.3f}, with "
-        f"text {r['agree_text']:.3f}; alpha {_shown(r['alpha'])}, tau {_shown(r['tau'])} (lookup "
-        f"{_shown(r['lookup_alpha'])}, {_shown(r['lookup_tau'])}); acceptance at temperature 1 "
+        f"loss {_shown(r['loss'])}, KL {_shown(r['kl'])}, agrees with target "
+        f"{_shown(r['agree_target'])}, with text {_shown(r['agree_text'])}; alpha "
+        f"{_shown(r['alpha'])}, tau {_shown(r['tau'])} (lookup {_shown(r['lookup_alpha'])}, "
+        f"{_shown(r['lookup_tau'])}); acceptance at temperature 1 "
         f"{_shown(r['acceptance'])}"
     )
     if "decode" in r:

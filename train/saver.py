@@ -149,12 +149,15 @@ class Saver:
 
 
 def best_figure(config: TrainConfig, position: int, notes: dict[str, Any]) -> float | None:
-    """Returns what a checkpoint is judged by, more is better; None where it was not evaluated."""
+    """Returns what a checkpoint is judged by, more is better.
+
+    None where it was not evaluated, or on rows that hold no position to judge by.
+    """
     judged_at, figures = notes.get("judged") or (None, {})
     if judged_at != position:
         return None
     figure = figures["all"][config.best_by]
-    return -figure if config.best_by == "loss" else figure
+    return -figure if figure is not None and config.best_by == "loss" else figure
 
 
 def kept_numbers(

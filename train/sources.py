@@ -17,7 +17,8 @@ from typing import IO, Any
 from spd_jax.checks import ConfigError
 from spd_jax.weights.files import one_line
 
-SUFFIXES = (".jsonl", ".parquet")  # of the files that are taken from a folder
+SUFFIXES = (".jsonl", ".parquet")  # of the files that are taken from a folder, in any case
+BOM = b"\xef\xbb\xbf"
 COLUMNS = (
     "input_ids", "loss_mask", "temperature", "target_sha256", "messages", "conversations", "text",
     "turns",
@@ -77,9 +78,13 @@ def _files_of(name: str | Path) -> tuple[list[Path], str]:
     """Returns the files that one name means, and what was looked for."""
     path = Path(name)
     if path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+        inside = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
         files = [p for p in inside if not any(map(_hidden, p.relative_to(path).parts))]
         return files, f"{' or '.join(SUFFIXES)} files in it"
+    if path.exists() and not path.is_file():  # it is read twice, and may never end
+        raise ConfigError(
+            f"{name}: expected a file or a folder, got a pipe or device; save it first"
+        )
     if path.exists() or not glob.has_magic(str(name)):
         return [path], ""
     files = sorted(Path(p) for p in glob.glob(str(name), recursive=True))
@@ -92,7 +97,12 @@ def _hidden(part: str) -> bool:
 
 def row_unit(path: Path) -> str:
     """Returns what the rows of a file are called in messages."""
-    return "row" if path.suffix == ".parquet" else "line"
+    return "row" if is_parquet(path) else "line"
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file holds rows of columns, by its name."""
+    return path.suffix.lower() == ".parquet"
 
 
 def read_records(path: Path) -> Iterator[Record]:
@@ -102,7 +112,7 @@ def read_records(path: Path) -> Iterator[Record]:
       ConfigError: the file cannot be read at all.
     """
     try:
-        yield from (_parquet if path.suffix == ".parquet" else _jsonl)(path)
+        yield from (_parquet if is_parquet(path) else _jsonl)(path)
     except OSError as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError(
@@ -119,7 +129,10 @@ def _jsonl(path: Path) -> Iterator[Record]:
             if len(line) > MAX_LINE and not line.endswith(b"\n"):
                 _skip_line(file)
                 yield Record(number, None, f"larger than {MAX_LINE >> 20} MiB")
-            elif line.strip():
+                continue
+            if number == 1:
+                line = line.removeprefix(BOM)
+            if line.strip():
                 yield _parsed(number, line)
 
 
@@ -131,7 +144,7 @@ def _skip_line(file: IO[bytes]) -> None:
 
 def _parsed(number: int, line: bytes) -> Record:
     try:
-        value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return Record(number, None, "not UTF-8")
     except (ValueError, RecursionError):  # also absurd numbers and absurd nesting

@@ -1,6 +1,7 @@
 """Rows: what is used, skipped with a reason, cut or discarded; the digest; hostile files."""
 
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from tests.train.templates import ALTERNATING, THINKING, markers_tokenizer
 from train import chats
 from train.chats import ChatReader
 from train.data import Corpus, Row, count_shared, last_answers, read_corpus
-from train.sources import find_files
+from train.sources import find_files, read_records
 
 GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "temperature": 0.7}
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]}
@@ -214,6 +215,31 @@ def test_bytes_that_are_no_text_in_parquet_are_skipped(tmp_path):
     pq.write_table(pa.table({"text": text}), tmp_path / "rows.parquet")
     corpus = read_corpus(tmp_path / "rows.parquet", VOCAB_SIZE, 64, reader())
     assert "1 rows, 4 tokens, 4 scored; 1 skipped: 1 not UTF-8 (row 2)" in corpus.describe()[0]
+
+
+def test_a_byte_order_mark_is_no_record(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf\r\n{"text": "hello"}\r\n')
+    assert [(r.number, r.value) for r in read_records(path)] == [(2, {"text": "hello"})]
+
+
+def test_what_is_no_file_is_an_error(tmp_path):
+    """It could not be read twice, or never to its end."""
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    for name in (pipe, "/dev/zero"):
+        with pytest.raises(ConfigError, match="expected a file or a folder, got a pipe or device"):
+            find_files(name)
+
+
+def test_suffixes_in_capitals_mean_the_same(tmp_path):
+    (tmp_path / "a.JSONL").write_text('{"text": "a"}\n')
+    pq.write_table(pa.table({"text": ["b"]}), tmp_path / "b.PARQUET")
+    files = find_files(tmp_path)
+    assert [record.value for file in files for record in read_records(file)] == [
+        {"text": "a"},
+        {"text": "b"},
+    ]
 
 
 def test_folders_and_patterns_name_their_files_once_and_in_order(tmp_path):

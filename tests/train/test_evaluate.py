@@ -16,8 +16,10 @@ from spd_jax.models.draft import init_params
 from tests.expected import expected_cycles
 from tests.random_models import full_config, make_draft, make_prompt, make_target
 from train.batches import make_batch
+from train.config import TrainConfig
 from train.data import Corpus, Row
 from train.evaluate import count_row, describe_figures, evaluate, lookup_hits, make_eval_step
+from train.saver import best_figure
 from train.teacher import Teacher
 
 
@@ -57,6 +59,25 @@ def test_figures_agree_with_a_count_by_hand(small, corpus):
         assert len(by_fill) == draft.n_stages
         assert np.mean(by_fill) == pytest.approx(figures["all"][name])
     assert len(describe_figures(figures).splitlines()) == 3
+
+
+def test_rates_over_nothing_are_none(small, corpus):
+    """Rows of which one id alone is scored, and drafts of an id that the target never chooses."""
+    row = make_row([3, 4, 5, 6], 3)
+    draft = dataclasses.replace(small.draft, draft_ids=None)
+    params = init_params(small.target, draft, small.target_params, jax.random.key(4))
+    teacher = Teacher(small.target, draft, small.target_params, corpus)
+    args = teacher, small.target_params, params, [row]
+    (figures,) = evaluate([make_eval_step(small.target, draft)], *args, 24, 96)
+    rates = figures["all"]
+    assert rates["n_scored"] == 0
+    names = ("loss", "kl", "agree_target", "agree_text", "coverage", "lookup", "alpha", "tau")
+    assert [rates[name] for name in names] == [None] * len(names)
+    assert rates["kl_by_fill"] is None
+    assert "loss -, KL -" in describe_figures(figures)
+    for name in ("loss", "agree_target"):
+        config = dataclasses.replace(TrainConfig(), best_by=name)
+        assert best_figure(config, 7, {"judged": (7, figures)}) is None
 
 
 def test_a_draft_that_copies_the_target_agrees_everywhere(small, corpus, monkeypatch):
