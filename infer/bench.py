@@ -172,14 +172,17 @@ class Bench:
 
     def _add_parts(self, mode: str, loops: EngineLoops) -> None:
         n = self.subject.n_stages
-        for rank in range(n):
-            self._add(f"{mode} stage {rank}", loops.part("rank", rank))
-        self._add(f"{mode} draft module", loops.part("rank", n))
-        self._add(f"{mode} heads", loops.part("heads"))
-        self._add(f"{mode} draft head", loops.part("heads", fill=1))
-        self._add(f"{mode} exchange", loops.part("exchange"))
-        for fill in range(1, n + 1):
-            self._add(f"{mode} cycle, fill {fill}", loops.part("cycle", fill=fill))
+        parts: dict[str, dict[str, Any]] = {
+            **{f"stage {rank}": {"part": "rank", "rank": rank} for rank in range(n)},
+            "draft module": {"part": "rank", "rank": n},
+            "heads": {"part": "heads"},
+            "draft head": {"part": "heads", "fill": 1},
+            "exchange": {"part": "exchange"},
+            **{f"cycle, fill {f}": {"part": "cycle", "fill": f} for f in range(1, n + 1)},
+        }
+        for name, settings in parts.items():
+            say(f"  {name}")
+            self._add(f"{mode} {name}", loops.part(**settings))
         self._add(f"{mode} full cycle", loops.cycles, loops.n_cycles)
 
     def run(self) -> dict[str, Figure]:

@@ -8,6 +8,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
+from rich.console import Console
+from rich.progress import track
+
 Run = Callable[[int], float]  # does a thing n times and returns the seconds that took
 Once = Callable[[], float]  # measures and returns the seconds of one time
 
@@ -41,9 +44,9 @@ def once_of(run: Run, seconds: float, most: int | None = None) -> Once:
 
 
 def interleave(measures: Mapping[str, Once], reps: int) -> dict[str, Figure]:
-    """Takes each of the measures `reps` times, in turn."""
+    """Takes each of the measures `reps` times, in turn, and shows on stderr how far it is."""
     found: dict[str, list[float]] = {name: [] for name in measures}
-    for _ in range(reps):
+    for _ in track(range(reps), "measuring", console=Console(stderr=True)):
         for name, once in measures.items():
             found[name].append(once())
     return {

@@ -46,9 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = flags.base_model_path
     if base is None:
         base = named_base_model(Path(flags.head) / CARD_NAME)
-    if base is None:
-        say("note: the head's card names no base_model: base_model_path stays empty; give it with "
-            "--base-model-path")  # fmt: skip
     written = save_reference_head(
         flags.out,
         config,
@@ -60,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for path in written:
         say(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+    if base is None:
+        say("note: the head's card names no base_model: base_model_path stays empty; give it with "
+            "--base-model-path")  # fmt: skip
     return 0
 
 
