@@ -38,7 +38,7 @@ from spd_jax.pipeline.programs import Engine
 from spd_jax.prompts import prompt_ids
 from spd_jax.requests import make_request
 from spd_jax.results import ratio
-from spd_jax.weights.files import check_out, check_writable, replace_file, write_json
+from spd_jax.weights.files import check_writable, replace_file, write_json
 
 Mode = Literal["virtual", "sharded"]
 
@@ -247,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.json is not None:
         check_writable(flags.json)
     if flags.png is not None:
-        check_out(flags.png, "--png")
+        check_writable(flags.png, "--png")
     settings = {"mesh": "virtual", "placement": "auto"}
     subject = load_subject(types.SimpleNamespace(**vars(flags), **settings))
     bench = Bench(flags, subject)

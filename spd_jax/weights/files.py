@@ -116,13 +116,13 @@ def replace_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def check_writable(path: Path) -> None:
-    """Raises ConfigError where `path`, which `--json` gave, cannot become a file."""
+def check_writable(path: Path, flag: str = "--json") -> None:
+    """Raises ConfigError where `path`, which a flag gave, cannot become a file."""
     parent = path.parent
     found = found_at(path)
     is_other = found is not None and not stat.S_ISREG(found.st_mode)  # a folder, a device, a link
     if is_other or not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--json must name a file in an existing, writable folder, got {path}")
+        raise ConfigError(f"{flag} must name a file in an existing, writable folder, got {path}")
 
 
 def write_json(path: Path, record: Any) -> None:

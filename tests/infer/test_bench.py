@@ -62,7 +62,7 @@ def test_a_run_on_the_tiny_target(tmp_path, capsys):
         ("--target tiny --modes virtual --capacities 128", "capacities must be above the"),
         ("--target tiny --modes virtual --hf", "--hf needs"),
         ("--json nowhere/b.json", "nowhere"),
-        ("--png nowhere/b.png", "nowhere"),
+        ("--png nowhere/b.png", "--png must name a file in an existing, writable folder"),
     ],
 )
 def test_mistakes_are_one_line(argv, words, capsys):
