@@ -6,7 +6,7 @@
     python -m infer.bench --hf                               # HF transformers on torch beside it
 
 All of it in one process, each figure a median over rounds in which everything is measured in turn.
-Parts run in loops of their own on the device; weights are read anew by every pass.
+Parts run in loops of their own on the device; one that fits into a cache is read from there.
 """
 
 from __future__ import annotations
@@ -146,10 +146,10 @@ class Bench:
         say("compiling the autoregressive loop ...")
         loops = ARLoops(target, request, self.n_read, self.capacity)
         self.text = loops.text()
-        self._add("autoregressive", loops.steps, flags.max_new_tokens - 1)
+        self._add(bench_report.AR, loops.steps, flags.max_new_tokens - 1)
         for capacity in flags.capacities:
             loops = ARLoops(target, request, self.n_read, capacity)
-            name = f"autoregressive, capacity {capacity}"
+            name = f"{bench_report.AR}, capacity {capacity}"
             self._add(name, loops.steps, flags.max_new_tokens - 1)
         self.loops: dict[str, EngineLoops] = {}
         for mode, engine in self.engines.items():

@@ -30,7 +30,7 @@ from spd_jax.config import DraftConfig
 from spd_jax.models.draft import grow_params, init_params
 from spd_jax.processes import Processes, joined
 from spd_jax.weights import LoadedTarget, load_target_files
-from spd_jax.weights.files import read_json, sole_writer
+from spd_jax.weights.files import sole_writer
 from train.batches import training_batches
 from train.chats import ChatReader
 from train.checkpoint import restore_latest, snapshot, with_key
@@ -44,7 +44,7 @@ from train.opening import check_workdir, open_together
 from train.optimizer import learning_rate, make_average, make_optimizer, read_average
 from train.parallel import Devices, find_devices
 from train.publish import save_run_head
-from train.saver import BEST_NAME, Judged
+from train.saver import Judged, best_note
 from train.step import TrainState, init_state, make_train_step
 from train.stop import StopRequest, agreed_reason
 from train.teacher import StateCache, Teacher
@@ -125,15 +125,6 @@ def run_training(config: TrainConfig, stop: StopRequest, processes: Processes) -
     if position:
         say(f"the head is {this.workdir / 'heads' / str(position)}{best_note(this.workdir)}")
     return max(processes.gather(stop.exit_code)) if position < n_steps else 0
-
-
-def best_note(workdir: Path) -> str:
-    """Says where the best head is, where held-out rows have found one."""
-    found = workdir / BEST_NAME
-    if not found.exists():
-        return ""
-    best = read_json(found)
-    return f"; the best by {best['best_by']} is {workdir / best['head']}"
 
 
 def train(this: Run) -> tuple[TrainState, int]:

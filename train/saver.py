@@ -20,7 +20,7 @@ import numpy as np
 
 from spd_jax.checks import ConfigError
 from spd_jax.commandline import say
-from spd_jax.weights.files import one_line, replace_file
+from spd_jax.weights.files import one_line, read_json, replace_file
 from spd_jax.weights.heads import HEAD_FILES
 from train.checkpoint import UNFINISHED, checkpoint_numbers, read_notes, save_state, snapshot
 from train.config import TrainConfig
@@ -158,6 +158,15 @@ def best_figure(config: TrainConfig, position: int, notes: dict[str, Any]) -> fl
         return None
     figure = figures["all"][config.best_by]
     return -figure if figure is not None and config.best_by == "loss" else figure
+
+
+def best_note(workdir: Path) -> str:
+    """Says where the best head is, where held-out rows have found one."""
+    found = workdir / BEST_NAME
+    if not found.exists():
+        return ""
+    best = read_json(found)
+    return f"; the best by {best['best_by']} is {workdir / best['head']}"
 
 
 def kept_numbers(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-SPLIT_ABOVE, SPLIT_BELOW, N_PARTS = 100_000, 500_000, 4
+SPLIT_ABOVE, SPLIT_BELOW, N_PARTS = 100_000, 500_000, 4  # of a product of one row: see `_parts`
 
 
 def linear(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
